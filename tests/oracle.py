@@ -76,9 +76,9 @@ def round_e4m3(x):
 
 
 def flush_subnormals(x):
-    """What XLA on CPU does to the operands and results of float32 arithmetic: subnormals are zeros."""
+    """What XLA on CPU does to the operands and results of float32 arithmetic: subnormals are signed zeros."""
     x = np.asarray(x, F32)
-    return np.where(np.abs(x) < FLT_TINY, F32(0), x)
+    return np.where(np.abs(x) < FLT_TINY, np.copysign(F32(0), x), x)
 
 
 def encode_scale(amax, flush=False):
@@ -175,7 +175,7 @@ def scale_bits(block_scales):
 
 
 def mxfp4(x):
-    """MXFP4 along the last axis, dequantized: 32 elements, s_b = 2^(floor(log2(amax_b)) - 2), nothing else."""
+    """MXFP4 along the last axis, dequantized: 32 elements, scale 2^(floor(log2(amax_b)) - 2)."""
     x = np.asarray(x).astype(F32)
     out = np.zeros_like(x)
     for row in np.ndindex(*x.shape[:-1]):

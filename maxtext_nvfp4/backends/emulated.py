@@ -1,0 +1,76 @@
+"""4-bit GEMMs on any hardware: quantize, decode, multiply in higher precision. The definition of correct.
+
+The operands `codes * block_scales` are exact in bfloat16, so every product is exact whether the matrix
+unit takes bfloat16 or float32; only the order of the float32 accumulation is the platform's.
+"""
+
+import dataclasses
+import pathlib
+
+import jax
+from jax import Array, lax
+from jax import numpy as jnp
+
+from maxtext_nvfp4.hadamard import random_hadamard
+from maxtext_nvfp4.plan import GemmPlan, OperandPlan, Precision
+from maxtext_nvfp4.quantize import Encoded, encode, full_block
+
+
+@dataclasses.dataclass(frozen=True)
+class Emulated:
+    """Runs every plan on every platform.
+
+    Attributes:
+      operand_dtype: What the matrix unit is fed; exact either way, chosen for speed.
+      contract_last: Lay the first operand out with its contraction last before multiplying. XLA's CPU
+        matrix multiply has its fast bfloat16 path for that layout alone.
+    """
+
+    operand_dtype: str
+    contract_last: bool
+    name: str = "emulated"
+
+    def unsupported(self, plan: GemmPlan) -> str | None:
+        """Nothing is unsupported."""
+        del plan
+
+    def matmul(
+        self, plan: GemmPlan, a: Array, b: Array, contract: tuple[int, int], key: Array | None
+    ) -> Array:
+        """See `Backend.matmul`."""
+        assert plan.a is not None
+        assert plan.b is not None
+        encoded_a = encode_operand(plan.a, a, contract[0], key, plan.precision)
+        encoded_b = encode_operand(plan.b, b, contract[1], key, plan.precision)
+        lhs = encoded_a.scaled_codes().astype(self.operand_dtype)
+        rhs = encoded_b.scaled_codes().astype(self.operand_dtype)
+        contract_a = contract[0]
+        if self.contract_last and contract_a == 0:
+            # Without the barrier XLA folds the transpose back into the multiply.
+            lhs, contract_a = lax.optimization_barrier(lhs.T), 1
+        product = lax.dot_general(
+            lhs, rhs, (((contract_a,), (contract[1],)), ((), ())), preferred_element_type=jnp.float32
+        )
+        return (product * encoded_a.tensor_scale) * encoded_b.tensor_scale
+
+
+def encode_operand(plan: OperandPlan, x: Array, contract: int, key: Array | None, precision: Precision) -> Encoded:
+    """Transforms and quantizes one rank-2 GEMM operand along its contracted axis."""
+    if plan.hadamard:
+        x = random_hadamard(x, contract)
+    block = plan.block if contract == 1 else plan.block[::-1]
+    return encode(x, full_block(x.shape, block), key if plan.stochastic else None, precision)
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has a bfloat16 matrix unit, which XLA then uses."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text()
+
+
+def create(platform: str) -> Emulated:
+    """The emulation that is fastest on a platform."""
+    on_cpu = platform == "cpu"
+    bfloat16 = not on_cpu or _cpu_multiplies_bfloat16()
+    dtype = jax.dtypes.canonicalize_dtype(jnp.bfloat16 if bfloat16 else jnp.float32)
+    return Emulated(operand_dtype=dtype.name, contract_last=on_cpu and bfloat16)

@@ -1,0 +1,59 @@
+"""4-bit GEMMs through `jax.lax.scaled_dot`, which leaves the choice of kernel to XLA.
+
+The program contains float4_e2m1fn operands with float8_e4m3fn block scales. Where XLA has no kernel for
+them it decodes and multiplies, with the values of `emulated`.
+"""
+
+import dataclasses
+
+import jax
+from jax import Array, lax
+from jax import numpy as jnp
+
+from maxtext_nvfp4.backends.emulated import encode_operand
+from maxtext_nvfp4.plan import GemmPlan
+from maxtext_nvfp4.quantize import Encoded
+
+
+@dataclasses.dataclass(frozen=True)
+class Xla:
+    """NVFP4 as an XLA scaled dot product."""
+
+    name: str = "xla"
+
+    def unsupported(self, plan: GemmPlan) -> str | None:
+        """XLA's block scales are used for NVFP4 only."""
+        if plan.precision != "nvfp4":
+            return f"it multiplies nvfp4 only, not {plan.precision}"
+        return None
+
+    def matmul(
+        self, plan: GemmPlan, a: Array, b: Array, contract: tuple[int, int], key: Array | None
+    ) -> Array:
+        """See `Backend.matmul`."""
+        assert plan.a is not None
+        assert plan.b is not None
+        encoded_a = encode_operand(plan.a, a, contract[0], key, plan.precision)
+        encoded_b = encode_operand(plan.b, b, contract[1], key, plan.precision)
+        product = jax.lax.scaled_dot(
+            encoded_a.codes.astype(jnp.float4_e2m1fn),
+            encoded_b.codes.astype(jnp.float4_e2m1fn),
+            lhs_scale=_scales(encoded_a, contract[0]),
+            rhs_scale=_scales(encoded_b, contract[1]),
+            dimension_numbers=(((contract[0],), (contract[1],)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        return (product * encoded_a.tensor_scale) * encoded_b.tensor_scale
+
+
+def _scales(encoded: Encoded, contract: int) -> Array:
+    """E4M3 scales with one row per row of codes: a 2D block repeats its scale across the contraction."""
+    free = 1 - contract
+    scales = encoded.block_scales.astype(jnp.float8_e4m3fn)
+    return lax.stop_gradient(jnp.repeat(scales, encoded.block[free], axis=free))
+
+
+def create(platform: str) -> Xla:
+    """The same on every platform."""
+    del platform
+    return Xla()

@@ -1,0 +1,93 @@
+"""The command line: `maxtext-nvfp4 train | explain | corpus`."""
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from maxtext_nvfp4.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status, 2 for a mistake in the input."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    # MaxText imports Google Cloud clients unless told that there are none.
+    os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        status: int = arguments.run(arguments)
+        return status
+    except ConfigError as error:
+        print(f"maxtext-nvfp4: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="maxtext-nvfp4", description="NVFP4 4-bit pretraining for MaxText.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a model with MaxText", description=_train.__doc__)
+    _add_config(train)
+    train.set_defaults(run=_train)
+
+    explain = commands.add_parser(
+        "explain", help="show the precision of every GEMM before a run", description=_explain.__doc__
+    )
+    _add_config(explain)
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    explain.set_defaults(run=_explain)
+
+    corpus = commands.add_parser("corpus", help="turn folders of text into a data set and a tokenizer")
+    # Light: the module imports TensorFlow only when it runs.
+    module = importlib.import_module("maxtext_nvfp4.corpus")
+    module.add_arguments(corpus)
+    corpus.set_defaults(run=module.run)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG.yml", help="a MaxText YAML file with quantization: nvfp4")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file")
+
+
+def _config_argv(arguments: argparse.Namespace) -> list[str]:
+    """Arguments as MaxText takes them, after checking what it would only trip over."""
+    path = arguments.config
+    if not path.endswith((".yml", ".yaml")):
+        raise ConfigError(f"{path}: not a YAML file; the first argument is the config, then key=value pairs")
+    if not os.path.isfile(path):
+        raise ConfigError(f"{path}: no such file; write the path of a MaxText YAML such as configs/demo-cpu.yml")
+    for pair in arguments.overrides:
+        key, equals, _ = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{pair}: got an argument without a value; write key=value, such as steps=100")
+    return ["maxtext-nvfp4", path, *arguments.overrides]
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    """Trains with MaxText's own loop; CONFIG.yml and key=value pairs are MaxText's."""
+    argv = _config_argv(arguments)
+    from maxtext_nvfp4.integration.run import train
+
+    print(train(argv))
+    return 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    """Prints the precision of each site, layer range and GEMM, without allocating weights."""
+    argv = _config_argv(arguments)
+    from maxtext_nvfp4.integration import register
+    from maxtext_nvfp4.integration.report import explain
+
+    register()
+    logging.disable(logging.WARNING)  # MaxText's notes on how it fills in a config
+    report = explain(argv)
+    print(json.dumps(report.to_json(), indent=2) if arguments.json else report.to_text())
+    return 0

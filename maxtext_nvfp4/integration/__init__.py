@@ -1,0 +1,81 @@
+"""The only package that knows MaxText: configuration, attachment and the training step.
+
+`register()` makes the nvfp4 mode known to the MaxText of this process; what it replaces is listed in
+`seams`.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from maxtext_nvfp4.integration.seams import check_maxtext
+
+_registered = False
+
+
+def register() -> None:
+    """Makes `quantization: nvfp4` a mode of MaxText in this process. Calling it again changes nothing.
+
+    A script of one's own gains the mode with two lines before it uses MaxText:
+
+        import maxtext_nvfp4
+        maxtext_nvfp4.register()
+
+    Raises:
+      ConfigError: The installed MaxText is not a supported version.
+    """
+    global _registered
+    if _registered:
+        return
+    check_maxtext()
+    from maxtext.configs import pyconfig, types
+    from maxtext.layers import quantizations
+    from maxtext.trainers.pre_train import train
+    from maxtext.utils import model_creation_utils
+
+    from maxtext_nvfp4.integration.config import Nvfp4MaxTextConfig, check_keys, enabled, merged_keys
+    from maxtext_nvfp4.integration.train import wrap_loss_fn, wrap_train_step
+
+    def with_mode(initialize: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(initialize)
+        def wrapped(argv: Any = None, config_class: type = types.MaxTextConfig, **overrides: Any) -> Any:
+            if config_class is types.MaxTextConfig:
+                config_class = Nvfp4MaxTextConfig
+                check_keys(merged_keys(argv or [""], overrides))
+            return initialize(argv, config_class=config_class, **overrides)
+
+        return wrapped
+
+    def without_quantizer(configure: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(configure)
+        def wrapped(config: Any, *args: Any, **kwargs: Any) -> Any:
+            return None if enabled(config) else configure(config, *args, **kwargs)
+
+        return wrapped
+
+    pyconfig.initialize = with_mode(pyconfig.initialize)
+    pyconfig.initialize_pydantic = with_mode(pyconfig.initialize_pydantic)
+    quantizations.configure_quantization = without_quantizer(quantizations.configure_quantization)
+    model_creation_utils.create_model = _attaching(model_creation_utils.create_model)
+    train.train_step = wrap_train_step(train.train_step)
+    train.loss_fn = wrap_loss_fn(train.loss_fn)
+    # MaxText takes every mode that is not Transformer Engine's for its old AQT and advises to leave it.
+    logging.getLogger(types.__name__).addFilter(lambda record: "AQT quantization is deprecated" not in record.msg)
+    _registered = True
+
+
+def _attaching(create_model: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `model_creation_utils.create_model`: the model it returns has its 4-bit multiplies."""
+    from maxtext_nvfp4.integration.attach import attach
+    from maxtext_nvfp4.integration.config import enabled, recipe_of
+    from maxtext_nvfp4.integration.report import announce
+
+    @functools.wraps(create_model)
+    def wrapped(config: Any, *args: Any, **kwargs: Any) -> Any:
+        model = create_model(config, *args, **kwargs)
+        if enabled(config):
+            announce(attach(model, config, recipe_of(config)), config)
+        return model
+
+    return wrapped

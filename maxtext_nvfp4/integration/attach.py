@@ -1,0 +1,130 @@
+"""Gives the layers of a constructed MaxText model their 4-bit matrix multiply.
+
+MaxText builds the unquantized model. Each `DenseGeneral` that the policy selects then receives a small
+module as its `quant_dot_general`. Parameters keep MaxText's structure, so checkpoints are interchangeable
+with stock MaxText.
+"""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array, lax
+from jax import numpy as jnp
+
+from maxtext_nvfp4 import backends, policy
+from maxtext_nvfp4.dot_general import DimensionNumbers, Routine, routed_dot_general
+from maxtext_nvfp4.errors import ConfigError
+from maxtext_nvfp4.integration import sites
+from maxtext_nvfp4.integration.step import site_key
+from maxtext_nvfp4.plan import GEMMS, GemmPlan, SitePlan
+from maxtext_nvfp4.recipe import Recipe
+
+_ATTRIBUTE = "nvfp4_dot_general"
+
+
+class LayerIndex(nnx.Cache):
+    """The decoder layer number of each layer in a stack; a constant, hence never checkpointed.
+
+    The layer scan slices it like any other state, so that each layer of one traced body knows its number.
+    """
+
+
+class Nvfp4DotGeneral(nnx.Module):
+    """The matrix multiply of one linear layer, called by MaxText in place of `lax.dot_general`."""
+
+    def __init__(self, routine: Routine, site: str, layers: Sequence[int], stacked: bool):
+        self.routine = routine
+        # Not the path's position among the sites: the noise of a layer must not change with its neighbours.
+        self.site_id = zlib.crc32(site.encode())
+        self.layer = LayerIndex(jnp.asarray(np.array(layers, np.int32))) if stacked else layers[0]
+
+    def __call__(
+        self,
+        x: Array,
+        kernel: Array,
+        dimension_numbers: DimensionNumbers,
+        precision: lax.PrecisionLike = None,
+        mutable: Sequence[str] = (),
+    ) -> Array:
+        """Multiplies as `routed_dot_general`; `precision` and `mutable` are MaxText's and unused."""
+        del precision, mutable
+        layer = self.layer.get_value() if isinstance(self.layer, LayerIndex) else self.layer
+        return routed_dot_general(
+            self.routine,
+            x,
+            kernel,
+            dimension_numbers,
+            entry=layer,
+            key=site_key(self.site_id, layer),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolution:
+    """What a recipe means for one model.
+
+    Attributes:
+      plans: The plan of every site.
+      selection: Backend and why.
+      high_precision: GEMMs outside `DenseGeneral` that stay in high precision.
+    """
+
+    plans: tuple[SitePlan, ...]
+    selection: backends.Selection
+    high_precision: tuple[sites.HighPrecision, ...]
+
+
+def resolve(model: nnx.Module, config: Any, recipe: Recipe) -> Resolution:
+    """Applies a recipe to a (possibly abstract) model.
+
+    Raises:
+      ConfigError: A rule matches nothing, a shape cannot be quantized, or the backend cannot run a plan.
+    """
+    found = sites.to_sites(sites.find_linears(model))
+    plans = policy.resolve(recipe, found, config.num_decoder_layers)
+    tokens = config.micro_batch_size_to_train_on * config.max_target_length
+    if problems := policy.shape_problems(plans, tokens):
+        raise ConfigError("\n".join(problems))
+    selection = backends.select(recipe.backend, _gemm_plans(plans), jax.default_backend())
+    return Resolution(plans, selection, tuple(sites.find_routed_experts(model)))
+
+
+def attach(model: nnx.Module, config: Any, recipe: Recipe) -> Resolution:
+    """Resolves a recipe for a model and attaches its 4-bit multiplies, in place."""
+    resolution = resolve(model, config, recipe)
+    plans = {plan.site.path: plan for plan in resolution.plans if plan.quantized}
+    for linear in sites.find_linears(model):
+        if linear.site not in plans:
+            continue
+        routine = _routine(plans[linear.site], linear, resolution.selection.backend)
+        if not any(getattr(choice, gemm).quantized for choice in routine.choices for gemm in GEMMS):
+            continue
+        module = Nvfp4DotGeneral(routine, linear.site, linear.layers, linear.stacked)
+        setattr(linear.module, _ATTRIBUTE, module)
+        linear.module._quant_dot_general_name = _ATTRIBUTE
+    return resolution
+
+
+def _routine(plan: SitePlan, linear: sites.Linear, backend: backends.Backend) -> Routine:
+    """Narrows a site's plan to the layers of one module, indexed by decoder layer number."""
+    by_layer = {layer: plan.choices[entry][0] for layer, entry in zip(plan.site.layers, plan.table, strict=True)}
+    choices = tuple(dict.fromkeys(by_layer[layer] for layer in linear.layers))
+    table = tuple(
+        choices.index(by_layer[layer]) if layer in linear.layers else 0 for layer in range(max(linear.layers) + 1)
+    )
+    return Routine(choices, table, backend, _matmul_precision(linear.module.matmul_precision))
+
+
+@functools.cache
+def _matmul_precision(name: str) -> lax.Precision:
+    return lax.Precision(name)
+
+
+def _gemm_plans(plans: Sequence[SitePlan]) -> list[GemmPlan]:
+    return [getattr(choice, gemm) for plan in plans for choice, _ in plan.choices for gemm in GEMMS]

@@ -1,0 +1,63 @@
+"""Training from the command line: what MaxText's `train.main` does, with our config and a summary."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from maxtext_nvfp4.integration import register
+
+
+def train(argv: Sequence[str]) -> str:
+    """Trains with MaxText's own loop and returns a summary.
+
+    Args:
+      argv: Program name, YAML file, then `key=value` arguments.
+
+    Raises:
+      ConfigError: A configuration that cannot be honoured; nothing has been trained then.
+    """
+    register()
+    from maxtext.trainers.pre_train import train as maxtext_train
+
+    from maxtext_nvfp4.integration.config import raising_config_errors
+
+    with raising_config_errors():
+        config, recorder = maxtext_train.initialize(list(argv))
+    maxtext_train.record_goodput(recorder, maxtext_train.RECORD_JOB_START_TIME)
+    with maxtext_train.maybe_monitor_goodput(config):
+        maxtext_train.get_train_func(config, recorder, argv)()
+    return summarize(config)
+
+
+def summarize(config: Any) -> str:
+    """What a finished run did and where its files are."""
+    from maxtext_nvfp4.integration.config import enabled
+    from maxtext_nvfp4.integration.report import of_config
+
+    lines = [f"run {config.run_name}: {config.steps} steps"]
+    by_step = losses(config.tensorboard_dir) if config.enable_tensorboard else {}
+    if by_step:
+        first, last = min(by_step), max(by_step)
+        lines.append(f"  loss         {by_step[first]:.3f} at step {first}, {by_step[last]:.3f} at step {last}")
+    if enabled(config):
+        report = of_config(config)
+        lines.append(f"  precision    {report.headline()} (recipe {report.recipe.recipe})")
+    if config.enable_checkpointing:
+        lines.append(f"  checkpoints  {config.checkpoint_dir}")
+    if config.enable_tensorboard:
+        lines.append(f"  tensorboard  {config.tensorboard_dir}")
+    return "\n".join(lines)
+
+
+def losses(tensorboard_dir: str) -> dict[int, float]:
+    """Training loss by step as MaxText logged it to TensorBoard, over all restarts of a run."""
+    import tensorflow as tf
+
+    found: dict[int, float] = {}
+    for path in sorted(pathlib.Path(tensorboard_dir).glob("*tfevents*")):
+        try:
+            for event in tf.compat.v1.train.summary_iterator(str(path)):
+                found.update({event.step: v.simple_value for v in event.summary.value if v.tag == "learning/loss"})
+        except tf.errors.DataLossError:
+            pass  # a process killed while it wrote leaves a record cut short at the end
+    return found

@@ -1,0 +1,52 @@
+"""Every attribute of MaxText that this plugin replaces or calls, and the versions where it was verified."""
+
+import importlib
+import importlib.metadata
+
+from maxtext_nvfp4.errors import ConfigError
+
+SUPPORTED_MAXTEXT = ("0.2.5",)
+
+SEAMS = {
+    "maxtext.configs.pyconfig": ("initialize", "initialize_pydantic", "_handle_config_exception", "_load_config"),
+    "maxtext.configs.types": ("MaxTextConfig", "QuantizationType"),
+    "maxtext.layers.linears": ("DenseGeneral",),
+    "maxtext.layers.moe": ("GateLogit", "RoutedMoE"),
+    "maxtext.layers.quantizations": ("configure_quantization",),
+    "maxtext.trainers.pre_train.train": (
+        "initialize",
+        "get_train_func",
+        "train_step",
+        "loss_fn",
+        "record_goodput",
+        "maybe_monitor_goodput",
+    ),
+    "maxtext.utils.maxtext_utils": ("calculate_tflops_training_per_device",),
+    "maxtext.utils.model_creation_utils": ("create_model", "create_nnx_abstract_model"),
+}
+
+
+def check_maxtext() -> None:
+    """Verifies that the installed MaxText is one this plugin was built against.
+
+    Raises:
+      ConfigError: Another version, no MaxText at all, or a seam that is not where it should be.
+    """
+    wanted = " or ".join(SUPPORTED_MAXTEXT)
+    try:
+        found = importlib.metadata.version("maxtext")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"MaxText is not installed; install maxtext=={wanted}") from None
+    if found not in SUPPORTED_MAXTEXT:
+        raise ConfigError(f"MaxText {found} is installed, but maxtext-nvfp4 works with {wanted}; install that version")
+    missing = [
+        f"{module}.{name}"
+        for module, names in SEAMS.items()
+        for name in names
+        if not hasattr(importlib.import_module(module), name)
+    ]
+    if missing:
+        raise ConfigError(
+            f"MaxText {found} lacks {', '.join(missing)}, which maxtext-nvfp4 needs: the installation was "
+            f"modified; reinstall maxtext=={wanted}"
+        )
