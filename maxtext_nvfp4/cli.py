@@ -11,13 +11,20 @@ from collections.abc import Sequence
 from maxtext_nvfp4.errors import ConfigError
 
 
+_QUIET = {
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "TF_ENABLE_ONEDNN_OPTS": "0",  # TensorFlow only feeds data here, and announces this option at every start
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""Environment of MaxText's dependencies, unless the user has set it."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status, 2 for a mistake in the input."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    # MaxText imports Google Cloud clients unless told that there are none.
-    os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    for variable, value in _QUIET.items():
+        os.environ.setdefault(variable, value)
     try:
         status: int = arguments.run(arguments)
         return status

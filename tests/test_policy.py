@@ -354,8 +354,8 @@ WRONG = [
     ),
     (
         {"rules": [{"module": "self_attn/qkv", "fprop": "bf16"}]},
-        "nvfp4.rules.1: got {module: self_attn/qkv, fprop: bf16}: no module of the model matches the pattern; "
-        "write module: self_attention/key or self_attention/* or self_attention/value",
+        "nvfp4.rules.1: got {module: self_attn/qkv, fprop: bf16}: no module of the model matches the "
+        "pattern; write module: self_attention/key or self_attention/* or self_attention/value",
     ),
     (
         {"rules": [{"module": "xxxx", "fprop": "bf16"}]},
@@ -370,8 +370,8 @@ WRONG = [
     ),
     (
         {"rules": [{"module": "mlp/*", "layers": "28..40", "fprop": "bf16"}]},
-        "nvfp4.rules.1: got {module: mlp/*, layers: 28..40, fprop: bf16}: the model has 32 decoder layers, and "
-        "these modules are in layers 0..31; write layers: 0..31, or a part of it",
+        "nvfp4.rules.1: got {module: mlp/*, layers: 28..40, fprop: bf16}: the model has 32 decoder "
+        "layers, and these modules are in layers 0..31; write layers: 0..31, or a part of it",
     ),
     (
         {"rules": [{"module": "logits_dense", **ALL_FOUR_BIT}]},
@@ -405,8 +405,8 @@ WRONG = [
     ),
     (
         {"bf16_last_layers": 32},
-        "nvfp4.bf16_last_layers: got 32: with bf16_last_layers: 32 all decoder layers (32) would stay in BF16; "
-        "write counts that leave a layer to quantize, or recipe: bf16",
+        "nvfp4.bf16_last_layers: got 32: with bf16_last_layers: 32 all decoder layers (32) would stay "
+        "in BF16; write counts that leave a layer to quantize, or recipe: bf16",
     ),
     (
         {"bf16_first_layers": 28},
@@ -415,8 +415,8 @@ WRONG = [
     ),
     (
         {"bf16_first_layers": 0.999, "bf16_last_layers": 0},
-        "nvfp4.bf16_first_layers: got 0.999: with bf16_first_layers: 0.999 all decoder layers (32) would stay in "
-        "BF16; write counts that leave a layer to quantize, or recipe: bf16",
+        "nvfp4.bf16_first_layers: got 0.999: with bf16_first_layers: 0.999 all decoder layers (32) "
+        "would stay in BF16; write counts that leave a layer to quantize, or recipe: bf16",
     ),
     (
         {"recipe": "mlp_only", "bf16_last_layers": 4},
@@ -445,8 +445,8 @@ def test_the_layers_of_a_module_are_told():
     _, mlp, attention, _ = FAMILIES["deepseek with MLA and an indexer"]
     section = {"rules": [{"module": "moe_layers/self_attention/out", "layers": "0..2", "fprop": "bf16"}]}
     assert refusal(section, [*mlp, *attention], 5) == (
-        "nvfp4.rules.1: got {module: moe_layers/self_attention/out, layers: 0..2, fprop: bf16}: the model has 5 "
-        "decoder layers, and these modules are in layers 3..4; write layers: 3..4, or a part of it"
+        "nvfp4.rules.1: got {module: moe_layers/self_attention/out, layers: 0..2, fprop: bf16}: the "
+        "model has 5 decoder layers, and these modules are in layers 3..4; write layers: 3..4, or a part of it"
     )
     gemma2 = FAMILIES["gemma2"][1]
     section = {"rules": [{"module": "mlp_local/wo", "layers": 1, "fprop": "bf16"}]}

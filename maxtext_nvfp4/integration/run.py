@@ -4,6 +4,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from absl import logging
+
 from maxtext_nvfp4.integration import register
 
 
@@ -16,6 +18,8 @@ def train(argv: Sequence[str]) -> str:
     Raises:
       ConfigError: A configuration that cannot be honoured; nothing has been trained then.
     """
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.INFO)  # MaxText reports its progress at this level
     register()
     from maxtext.trainers.pre_train import train as maxtext_train
 
@@ -54,7 +58,7 @@ def losses(tensorboard_dir: str) -> dict[int, float]:
     import tensorflow as tf
 
     found: dict[int, float] = {}
-    for path in sorted(pathlib.Path(tensorboard_dir).glob("*tfevents*")):
+    for path in sorted(pathlib.Path(tensorboard_dir).rglob("*tfevents*")):
         try:
             for event in tf.compat.v1.train.summary_iterator(str(path)):
                 found.update({event.step: v.simple_value for v in event.summary.value if v.tag == "learning/loss"})
