@@ -20,6 +20,7 @@ from maxtext_nvfp4.quantize import dequantize, quantize
 F32 = np.float32
 BF16 = ml_dtypes.bfloat16
 jitted = jax.jit(quantize, static_argnames="block")
+with_values = jax.jit(lambda x, block: ((q := quantize(x, block)), dequantize(q)), static_argnames="block")
 decoded = jax.jit(lambda x, block: dequantize(quantize(x, block)), static_argnames="block")
 
 
@@ -106,22 +107,22 @@ def test_oracle_on_random_cases(seed):
     for i, kind in enumerate(KINDS * 2):
         x = jnp.asarray(kind(np.random.default_rng((seed, i)), shape, block), dtype)
         want = oracle.quantize(x, block, flush=True)
-        q = jitted(x, block)
+        q, values = with_values(x, block)
         assert_matches(q, want, varied=False)
-        values = np.asarray(dequantize(q))
+        values = np.asarray(values)
         np.testing.assert_array_equal(values, oracle.dequantize(want, flush=True))
         if np.any(np.asarray(x) != 0):
             assert np.any(values != 0)
             assert kind is not normal or len(np.unique(values)) > 3
 
 
-@pytest.mark.parametrize("block", [(1, 16), (16, 1), (16, 16)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("block", "dtype"), zip([(1, 16), (16, 1), (16, 16)], DTYPES, strict=True))
 def test_oracle_on_a_larger_tensor(block, dtype):
     x = jnp.asarray(heavy_tailed(np.random.default_rng(5), (64, 96), block), dtype)
     want = oracle.quantize(x, block)
-    assert_matches(jitted(x, block), want)
-    np.testing.assert_array_equal(decoded(x, block), oracle.dequantize(want))
+    q, values = with_values(x, block)
+    assert_matches(q, want)
+    np.testing.assert_array_equal(values, oracle.dequantize(want))
 
 
 # The same bits in every kind of program.
@@ -342,10 +343,9 @@ def test_property_idempotent_above_the_smallest_scales(x):
 
 
 @pytest.mark.parametrize("block", [(1, 16), (16, 16)])
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_key", [False, True])
-def test_zero_tensor(block, dtype, with_key):
-    q = jitted(jnp.zeros((32, 64), dtype), block, jax.random.key(0) if with_key else None)
+def test_zero_tensor(block, with_key):
+    q = jitted(jnp.zeros((32, 64), jnp.bfloat16), block, jax.random.key(0) if with_key else None)
     assert float(q.tensor_scale) == 1.0
     assert np.all(oracle.code_bits(q.codes) == 0)
     assert np.all(oracle.scale_bits(q.block_scales) == 0)
