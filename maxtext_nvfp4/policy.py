@@ -274,10 +274,9 @@ def _rule_fault(
     rows = [row for (site, layer), row in decisions.items() if site in free and _covers(rule, layer)]
     deciders = {row[gemm] for row in rows for gemm in GEMMS if getattr(rule, gemm)}
     if index not in deciders:
-        earlier = " and ".join(
-            _named(i, recipe.rules[i]) for i in sorted(deciders, key=str) if isinstance(i, int)
-        )
-        return f"it can never apply after {earlier}", "the narrower rule first, or only one of them"
+        earlier = sorted(decider for decider in deciders if isinstance(decider, int))
+        named = " and ".join(_named(i, recipe.rules[i]) for i in earlier)
+        return f"it can never apply after {named}", "the narrower rule first, or only one of them"
     return None
 
 

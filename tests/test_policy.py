@@ -374,6 +374,11 @@ WRONG = [
         "layers, and these modules are in layers 0..31; write layers: 0..31, or a part of it",
     ),
     (
+        {"rules": [{"module": "mlp/*", "layers": "31..32", "fprop": "bf16"}]},
+        "nvfp4.rules.1: got {module: mlp/*, layers: 31..32, fprop: bf16}: the model has 32 decoder layers, "
+        "and these modules are in layers 0..31; write layers: 0..31, or a part of it",
+    ),
+    (
         {"rules": [{"module": "logits_dense", **ALL_FOUR_BIT}]},
         "nvfp4.rules.1: got {module: logits_dense, fprop: nvfp4, dgrad: nvfp4, wgrad: nvfp4}: it names only "
         "modules that are never quantized: decoder/logits_dense (output head); write bf16, or no such rule",
@@ -441,12 +446,29 @@ def test_a_request_that_decides_nothing_is_refused(section, message):
     assert refusal(section) == message
 
 
+def test_a_protected_site_does_not_count_as_an_effect():
+    gate = Site(path="decoder/layers/gate", layers=tuple(range(4)), k=64, n=8, protected="router gate")
+    section = {"bf16_last_layers": 1, "rules": [{"module": "mlp/*", "layers": 3, **ALL}]}
+    sites = stack("decoder/layers/mlp", range(4), "wo")
+    assert "nvfp4.bf16_last_layers: got 1: the rules of the recipe already choose" in refusal(
+        section, [*sites, gate], 4
+    )
+
+
+def test_choices_come_in_the_order_of_the_layers():
+    section = {"bf16_first_layers": 1, "bf16_last_layers": 1}
+    (plan,) = resolve(load_recipe(section), stack("decoder/layers/mlp", range(5), "wo"), 5)
+    assert [reason.split(" (")[0] for _, reason in plan.choices] == ["the first layer", "", "the last layer"]
+    assert plan.table == (0, 1, 1, 1, 2)
+
+
 def test_the_layers_of_a_module_are_told():
     _, mlp, attention, _ = FAMILIES["deepseek with MLA and an indexer"]
     section = {"rules": [{"module": "moe_layers/self_attention/out", "layers": "0..2", "fprop": "bf16"}]}
     assert refusal(section, [*mlp, *attention], 5) == (
         "nvfp4.rules.1: got {module: moe_layers/self_attention/out, layers: 0..2, fprop: bf16}: the "
-        "model has 5 decoder layers, and these modules are in layers 3..4; write layers: 3..4, or a part of it"
+        "model has 5 decoder layers, and these modules are in layers 3..4; write layers: 3..4, or a "
+        "part of it"
     )
     gemma2 = FAMILIES["gemma2"][1]
     section = {"rules": [{"module": "mlp_local/wo", "layers": 1, "fprop": "bf16"}]}
@@ -620,9 +642,6 @@ def sized(k, n, path="decoder/layers/mlp/wi_0"):
     return Site(path=path, layers=(0, 1), k=k, n=n)
 
 
-ALL_TEXT = "fprop: bf16, dgrad: bf16, wgrad: bf16"
-
-
 @pytest.mark.parametrize(
     ("section", "k", "n", "tokens", "faults", "gemms"),
     [
@@ -681,6 +700,11 @@ def test_shape_problems(section, k, n, tokens, faults, gemms):
         if faults
         else []
     )
+
+
+def test_a_shape_problem_of_a_path_without_slash():
+    (text,) = shape_problems(resolve(load_recipe({}), [Site(path="head", layers=(), k=8, n=16)], 4), None)
+    assert "write the rule {module: head, fprop: bf16, dgrad: bf16} first" in text
 
 
 @given(

@@ -188,6 +188,7 @@ WRONG = [
     (rule(layers="3..0"), "nvfp4.rules.1.layers", "3..0", "0..3"),
     (rule(layers="10..9"), "nvfp4.rules.1.layers", "10..9", "9..10"),
     (rule(layers="4-7"), "nvfp4.rules.1.layers", "4-7", "4..7"),
+    (rule(layers="10-9"), "nvfp4.rules.1.layers", "10-9", "9..10"),
     (rule(layers="4...7"), "nvfp4.rules.1.layers", "4...7", "4..7"),
     (rule(layers="5"), "nvfp4.rules.1.layers", "'5'", "5"),
     (rule(layers=5.0), "nvfp4.rules.1.layers", "5.0", "5"),
