@@ -46,7 +46,8 @@ def resolve(recipe: Recipe, sites: Sequence[Site], num_layers: int) -> tuple[Sit
       choices.
 
     Raises:
-      ConfigError: The layer counts leave nothing to quantize, or a key or rule of the user's has no effect.
+      ConfigError: The layer counts or the preset leave nothing to quantize, or a key or rule of the user's
+        has no effect.
     """
     first, last = (
         _whole_layers(recipe, key, num_layers) for key in ("bf16_first_layers", "bf16_last_layers")
@@ -65,9 +66,12 @@ def resolve(recipe: Recipe, sites: Sequence[Site], num_layers: int) -> tuple[Sit
         *_count_problems(recipe, decisions, edges, num_layers),
         *_rule_problems(recipe, sites, decisions, num_layers),
     ]
+    plans = tuple(_site_plan(recipe, site, decisions, edges) for site in sites)
+    if not problems and decisions and not any(plan.quantized for plan in plans):
+        problems += _scope_problems(recipe)
     if problems:
         raise ConfigError("\n".join(problems))
-    return tuple(_site_plan(recipe, site, decisions, edges) for site in sites)
+    return plans
 
 
 def layer_plan(recipe: Recipe) -> LayerPlan:
@@ -238,13 +242,26 @@ def _count_problems(
             yield problem(f"nvfp4.{key}", getattr(recipe, key), why, write)
 
 
+def _own_rules(recipe: Recipe) -> int:
+    """How many of the recipe's rules, from the first, are the user's own; the rest are the preset's."""
+    preset = recipe.preset
+    return len(recipe.rules) - (len(preset.rules) if preset else 0)
+
+
+def _scope_problems(recipe: Recipe) -> Iterator[str]:
+    """A preset that leaves nothing to quantize in this model although it was not made for that."""
+    asks_for_4_bit = any("nvfp4" in (rule.fprop, rule.dgrad, rule.wgrad) for rule in recipe.rules)
+    spares_all = any(rule.module == "*" and rule.layers is None for rule in recipe.rules)
+    if not _own_rules(recipe) and (asks_for_4_bit or not spares_all):
+        why = "no module of this model is in its scope, so nothing would be 4-bit"
+        yield problem("nvfp4.recipe", recipe.recipe, why, "another preset such as paper, or recipe: bf16")
+
+
 def _rule_problems(
     recipe: Recipe, sites: Sequence[Site], decisions: _Decisions, num_layers: int
 ) -> Iterator[str]:
     """The user's rules that decide nothing; a preset's rules come after them and need not apply."""
-    preset = recipe.preset
-    own = len(recipe.rules) - (len(preset.rules) if preset else 0)
-    for index, rule in enumerate(recipe.rules[:own]):
+    for index, rule in enumerate(recipe.rules[: _own_rules(recipe)]):
         if fault := _rule_fault(recipe, index, sites, decisions, num_layers):
             given = rule.model_dump(exclude_none=True)
             yield problem(f"nvfp4.rules.{index + 1}", given, *fault)

@@ -45,12 +45,12 @@ FAMILIES = {
         stack("decoder/layers/self_attention", range(4), "qkv_proj", "out"),
         [],
     ),
-    "gemma2": (
+    "gemma2, whose decoder layer is a pair of layers": (
         4,
-        stack("decoder/layers/mlp_local", range(0, 4, 2), *MLP)
-        + stack("decoder/layers/mlp_global", range(1, 4, 2), *MLP),
-        stack("decoder/layers/self_attention_local", range(0, 4, 2), *QKV)
-        + stack("decoder/layers/self_attention_global", range(1, 4, 2), *QKV),
+        stack("decoder/layers/mlp_local", range(4), *MLP)
+        + stack("decoder/layers/mlp_global", range(4), *MLP),
+        stack("decoder/layers/self_attention_local", range(4), *QKV)
+        + stack("decoder/layers/self_attention_global", range(4), *QKV),
         [],
     ),
     "gpt3": (
@@ -87,7 +87,6 @@ FAMILIES = {
         stack("decoder/layers/self_attention", range(5), *QKV),
         stack("decoder/layers", range(5), "per_layer_input_gate", "per_layer_projection"),
     ),
-    "gpt_oss": (4, [], stack("decoder/layers/GptOssAttention", range(4), *QKV), []),
     "llama4": (
         4,
         stack("decoder/layers/Llama4MoEBlock_0/shared_experts", range(4), *MLP),
@@ -470,11 +469,27 @@ def test_the_layers_of_a_module_are_told():
         "model has 5 decoder layers, and these modules are in layers 3..4; write layers: 3..4, or a "
         "part of it"
     )
-    gemma2 = FAMILIES["gemma2"][1]
-    section = {"rules": [{"module": "mlp_local/wo", "layers": 1, "fprop": "bf16"}]}
-    assert "these modules are in layers 0, 2; write layers: 0..2, or a part of it" in refusal(
-        section, gemma2, 4
+    odd = stack("decoder/layers/mlp", range(1, 6, 2), "wo") + stack("decoder/layers/mlp", (4,), "wi")
+    section = {"bf16_last_layers": 0, "rules": [{"module": "mlp/*", "layers": 0, "fprop": "bf16"}]}
+    assert "these modules are in layers 1, 3..5; write layers: 1..5, or a part of it" in refusal(
+        section, odd, 6
     )
+
+
+@pytest.mark.parametrize("preset", ["mlp_only", "nemotron"])
+def test_a_preset_without_scope_in_the_model_is_refused(preset):
+    sites = [*stack("decoder/layers/GptOssAttention", range(4), *QKV), HEAD]
+    assert refusal({"recipe": preset}, sites, 4) == (
+        f"nvfp4.recipe: got {preset}: no module of this model is in its scope, so nothing would be 4-bit; "
+        "write another preset such as paper, or recipe: bf16"
+    )
+    for section in (
+        {"recipe": "bf16"},
+        {"recipe": "paper"},
+        {"recipe": preset, "rules": [{"module": "query", **ALL_FOUR_BIT}]},
+        {"recipe": preset, "rules": [{"module": "query", **ALL}]},
+    ):
+        resolve(load_recipe(section), sites, 4)
 
 
 def test_layers_of_a_rule_for_a_site_outside_them():
@@ -523,12 +538,12 @@ def test_one_layer_is_not_silently_left_in_bf16():
 
 
 def test_the_same_rules_are_the_user_s_own_in_a_file(tmp_path):
-    attention_only = stack("decoder/layers/self_attention", range(4), "query")
-    recipe = load_recipe({"recipe": "mlp_only"})
-    resolve(recipe, attention_only, 4)
+    mlp_only = stack("decoder/layers/mlp", range(4), "wo")
+    recipe = load_recipe({"recipe": "nemotron"})
+    resolve(recipe, mlp_only, 4)
     path = tmp_path / "mine.yml"
     path.write_text(recipe.to_yaml())
-    assert "nvfp4.rules.1: got {module: 'w[io]*'" in refusal({"recipe": str(path)}, attention_only, 4)
+    assert "nvfp4.rules.1: got {module: '*[aA]ttention*/*'" in refusal({"recipe": str(path)}, mlp_only, 4)
 
 
 SITES = st.lists(
