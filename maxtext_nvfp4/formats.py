@@ -55,8 +55,11 @@ def round_e2m1_stochastic(x: Array, u: Array) -> Array:
     """
     magnitude = jnp.minimum(jnp.abs(x), E2M1_MAX)
     step, inverse = _e2m1_step(magnitude)
-    # `magnitude * inverse` is exact, so contracting it into a fused multiply-add changes nothing.
-    return jnp.copysign(jnp.floor(magnitude * inverse + u) * step, x)
+    # `steps + u` itself would round, and could lift a grid point; the remainder is exact.
+    steps = magnitude * inverse
+    whole = jnp.floor(steps)
+    up = (u >= 1.0 - (steps - whole)).astype(jnp.float32)
+    return jnp.copysign((whole + up) * step, x)
 
 
 def round_e4m3(x: Array) -> Array:

@@ -17,7 +17,7 @@ import functools
 from typing import NamedTuple
 
 import jax
-from jax import Array
+from jax import Array, lax
 from jax import numpy as jnp
 
 from maxtext_nvfp4 import formats, random_bits
@@ -109,6 +109,21 @@ def _expand(scales: Array) -> Array:
     return scales.reshape(*(d for size in scales.shape for d in (size, 1)))
 
 
+def _block_amax(blocked: Array) -> Array:
+    """Largest magnitude in each block, float32; NaN where a block holds a NaN, Inf where it holds an Inf.
+
+    Without the sign bit, floating-point numbers order like their bits, NaN above Inf above all else. The
+    integer reduction reads x in its own dtype; a float32 copy of |x| would cost as much as all the rest.
+    """
+    bits = jnp.dtype(f"uint{blocked.dtype.itemsize * 8}")
+    magnitude = lax.bitcast_convert_type(blocked, bits) & jnp.array(jnp.iinfo(bits).max >> 1, bits)
+    if magnitude.shape[-1] % 2 == 0:
+        # One elementwise step first: a short reduction along the last axis alone is not vectorized on CPU.
+        magnitude = jnp.maximum(*jnp.split(magnitude, 2, axis=-1))
+    largest = jnp.max(magnitude, axis=tuple(range(1, blocked.ndim, 2)))
+    return lax.bitcast_convert_type(largest, blocked.dtype).astype(jnp.float32)
+
+
 def encode(
     x: Array, block: tuple[int, ...], key: Array | None = None, precision: Precision = "nvfp4"
 ) -> Encoded:
@@ -120,9 +135,8 @@ def encode(
       key: Rounds the codes stochastically with this key; None rounds to nearest even.
       precision: `nvfp4`, or `mxfp4` for power-of-two block scales and no tensor scale.
     """
-    blocked = _blocked(x.astype(jnp.float32), block)
-    within = tuple(range(1, blocked.ndim, 2))
-    block_amax = jnp.max(jnp.abs(blocked), axis=within)
+    blocked = _blocked(x, block)
+    block_amax = _block_amax(blocked)
     amax = jnp.max(block_amax)
     if precision == "mxfp4":
         decode = jnp.float32(1.0)
@@ -133,7 +147,7 @@ def encode(
         decode = 1.0 / encode_scale
         scales = formats.round_e4m3(block_amax * (encode_scale * jnp.float32(1.0 / 6.0)))
         inverse = jnp.minimum(1.0 / (scales * decode), _FLT_MAX)
-    scaled = (blocked * _expand(inverse)).reshape(x.shape)
+    scaled = (blocked.astype(jnp.float32) * _expand(inverse)).reshape(x.shape)
     if key is None:
         codes = formats.round_e2m1(scaled)
     else:

@@ -11,7 +11,7 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
-from maxtext_nvfp4.hadamard import random_hadamard
+from maxtext_nvfp4.hadamard import GROUP, random_hadamard
 from maxtext_nvfp4.plan import GemmPlan, OperandPlan, Precision
 from maxtext_nvfp4.quantize import Encoded, encode, full_block
 
@@ -46,8 +46,7 @@ class Emulated:
         rhs = encoded_b.scaled_codes().astype(self.operand_dtype)
         contract_a = contract[0]
         if self.contract_last and contract_a == 0:
-            # Without the barrier XLA folds the transpose back into the multiply.
-            lhs, contract_a = lax.optimization_barrier(lhs.T), 1
+            lhs, contract_a = _transposed(lhs), 1
         product = lax.dot_general(
             lhs, rhs, (((contract_a,), (contract[1],)), ((), ())), preferred_element_type=jnp.float32
         )
@@ -57,9 +56,22 @@ class Emulated:
 def encode_operand(plan: OperandPlan, x: Array, contract: int, key: Array | None, precision: Precision) -> Encoded:
     """Transforms and quantizes one rank-2 GEMM operand along its contracted axis."""
     if plan.hadamard:
-        x = random_hadamard(x, contract)
+        # The transform is read twice, for amax and for codes: without the barrier it would be fused into
+        # both and computed twice.
+        x = lax.optimization_barrier(random_hadamard(x, contract))
     block = plan.block if contract == 1 else plan.block[::-1]
     return encode(x, full_block(x.shape, block), key if plan.stochastic else None, precision)
+
+
+def _transposed(x: Array) -> Array:
+    """The transpose of a rank-2 array, laid out in memory.
+
+    XLA would fold a plain transpose into the matrix multiply, and fuse it into the quantization, which
+    then writes with a stride. The detour over rank 3 prevents the one, the barrier the other.
+    """
+    rows, columns = x.shape
+    tiles = lax.optimization_barrier(x).reshape(rows // GROUP, GROUP, columns)
+    return tiles.transpose(2, 0, 1).reshape(columns, rows)
 
 
 def _cpu_multiplies_bfloat16() -> bool:

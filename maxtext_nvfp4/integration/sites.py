@@ -20,6 +20,7 @@ from maxtext_nvfp4.plan import Site
 
 _STACKS = ("layers", "dense_layers", "moe_layers")
 _REMAINDER = "layers_remainder"
+_GATES = ("gate", "shared_expert_gate")
 _NUMBERED = re.compile(rf"({'|'.join(_STACKS)})_(\d+)")
 
 
@@ -82,7 +83,7 @@ def find_linears(model: nnx.Module) -> list[Linear]:
         length = lengths[path]
         first = offsets[stack] + inner
         layers = tuple(first + step * block[stack] for step in range(length or 1))
-        gate = path[-1].endswith("gate")
+        gate = path[-1] in _GATES
         linears.append(Linear(module, site, layers, length is not None, "router gate" if gate else ""))
     return linears
 
