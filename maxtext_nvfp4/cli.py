@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from maxtext_nvfp4.errors import ConfigError
 
-
 _QUIET = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "TF_ENABLE_ONEDNN_OPTS": "0",  # TensorFlow only feeds data here, and announces this option at every start
@@ -70,7 +69,9 @@ def _config_argv(arguments: argparse.Namespace) -> list[str]:
     if not path.endswith((".yml", ".yaml")):
         raise ConfigError(f"{path}: not a YAML file; the first argument is the config, then key=value pairs")
     if not os.path.isfile(path):
-        raise ConfigError(f"{path}: no such file; write the path of a MaxText YAML such as configs/demo-cpu.yml")
+        raise ConfigError(
+            f"{path}: no such file; write the path of a MaxText YAML such as configs/demo-cpu.yml"
+        )
     for pair in arguments.overrides:
         key, equals, _ = pair.partition("=")
         if not equals or not key:

@@ -43,7 +43,13 @@ class Routine:
     precision: lax.Precision = lax.Precision.DEFAULT
 
     def gemm(
-        self, gemm: Gemm, a: Array, b: Array, contract: tuple[int, int], entry: Array | None, key: Array | None
+        self,
+        gemm: Gemm,
+        a: Array,
+        b: Array,
+        contract: tuple[int, int],
+        entry: Array | None,
+        key: Array | None,
     ) -> Array:
         """Runs one of the three GEMMs in the precision that the table gives to `entry`."""
         per_choice: list[GemmPlan] = [getattr(plan, gemm) for plan in self.choices]

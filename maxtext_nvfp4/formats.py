@@ -76,5 +76,3 @@ def e8m0_scale(amax: Array) -> Array:
     """
     scale = _exp2_floor(amax) * jnp.float32(2.0**-_E2M1_EMAX)
     return jnp.where(scale > 0, scale, 1.0).astype(jnp.float32)
-
-

@@ -49,5 +49,7 @@ def dot_general(
     plans = [getattr(plan, gemm) for gemm in GEMMS]
     backend = backends.select(resolved.backend, plans, jax.default_backend()).backend
     words = None if key is None else jax.random.bits(key, (2,), "uint32")
-    routine = Routine((plan,), (0,), backend, lax.Precision(precision) if precision else lax.Precision.DEFAULT)
+    routine = Routine(
+        (plan,), (0,), backend, lax.Precision(precision) if precision else lax.Precision.DEFAULT
+    )
     return routed_dot_general(routine, x, w, dimension_numbers, key=words)

@@ -87,7 +87,9 @@ def full_block(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...
       ValueError: More block axes than array axes, or a size that is not a multiple of its block.
     """
     if len(block) > len(shape):
-        raise ValueError(f"block {block} has {len(block)} axes but the array of shape {shape} has {len(shape)}")
+        raise ValueError(
+            f"block {block} has {len(block)} axes but the array of shape {shape} has {len(shape)}"
+        )
     full = (1,) * (len(shape) - len(block)) + tuple(block)
     for axis, (size, step) in enumerate(zip(shape, full, strict=True)):
         if step < 1 or size % step:

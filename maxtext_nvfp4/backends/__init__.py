@@ -73,7 +73,7 @@ def select(name: str, plans: Iterable[GemmPlan], platform: str) -> Selection:
       ConfigError: The named backend cannot run one of the plans.
     """
     plans = [plan for plan in dict.fromkeys(plans) if plan.quantized]
-    passed_over = []
+    passed_over: list[str] = []
     for candidate in _AUTO_ORDER if name == "auto" else (name,):
         backend = create(candidate, platform)
         reasons = [reason for plan in plans if (reason := backend.unsupported(plan))]
@@ -98,6 +98,8 @@ _AUTO_NOTE = {
 def create(name: str, platform: str) -> Backend:
     """Makes a backend for a platform by name."""
     if name not in _REGISTRY:
-        raise ConfigError(f"nvfp4.backend: got {name}: no such backend; write one of {', '.join(NAMES)} or auto")
+        raise ConfigError(
+            f"nvfp4.backend: got {name}: no such backend; write one of {', '.join(NAMES)} or auto"
+        )
     backend: Backend = importlib.import_module(_REGISTRY[name]).create(platform)
     return backend

@@ -33,6 +33,7 @@ class Emulated:
     def unsupported(self, plan: GemmPlan) -> str | None:
         """Nothing is unsupported."""
         del plan
+        return None
 
     def matmul(
         self, plan: GemmPlan, a: Array, b: Array, contract: tuple[int, int], key: Array | None
@@ -53,7 +54,9 @@ class Emulated:
         return (product * encoded_a.tensor_scale) * encoded_b.tensor_scale
 
 
-def encode_operand(plan: OperandPlan, x: Array, contract: int, key: Array | None, precision: Precision) -> Encoded:
+def encode_operand(
+    plan: OperandPlan, x: Array, contract: int, key: Array | None, precision: Precision
+) -> Encoded:
     """Transforms and quantizes one rank-2 GEMM operand along its contracted axis."""
     if plan.hadamard:
         # The transform is read twice, for amax and for codes: without the barrier it would be fused into

@@ -61,7 +61,9 @@ def register() -> None:
     train.train_step = wrap_train_step(train.train_step)
     train.loss_fn = wrap_loss_fn(train.loss_fn)
     # MaxText takes every mode that is not Transformer Engine's for its old AQT and advises to leave it.
-    logging.getLogger(types.__name__).addFilter(lambda record: "AQT quantization is deprecated" not in record.msg)
+    logging.getLogger(types.__name__).addFilter(
+        lambda record: "AQT quantization is deprecated" not in record.msg
+    )
     _registered = True
 
 

@@ -54,7 +54,7 @@ class Nvfp4DotGeneral(nnx.Module):
     ) -> Array:
         """Multiplies as `routed_dot_general`; `precision` and `mutable` are MaxText's and unused."""
         del precision, mutable
-        layer = self.layer.get_value() if isinstance(self.layer, LayerIndex) else self.layer
+        layer = self.layer.get_value() if isinstance(self.layer, LayerIndex) else jnp.int32(self.layer)
         return routed_dot_general(
             self.routine,
             x,
@@ -113,10 +113,13 @@ def attach(model: nnx.Module, config: Any, recipe: Recipe) -> Resolution:
 
 def _routine(plan: SitePlan, linear: sites.Linear, backend: backends.Backend) -> Routine:
     """Narrows a site's plan to the layers of one module, indexed by decoder layer number."""
-    by_layer = {layer: plan.choices[entry][0] for layer, entry in zip(plan.site.layers, plan.table, strict=True)}
+    by_layer = {
+        layer: plan.choices[entry][0] for layer, entry in zip(plan.site.layers, plan.table, strict=True)
+    }
     choices = tuple(dict.fromkeys(by_layer[layer] for layer in linear.layers))
     table = tuple(
-        choices.index(by_layer[layer]) if layer in linear.layers else 0 for layer in range(max(linear.layers) + 1)
+        choices.index(by_layer[layer]) if layer in linear.layers else 0
+        for layer in range(max(linear.layers) + 1)
     )
     return Routine(choices, table, backend, _matmul_precision(linear.module.matmul_precision))
 

@@ -86,7 +86,9 @@ def check_keys(raw: Mapping[str, Any]) -> None:
             )
         return
     if section is not None and not isinstance(section, Mapping):
-        raise ConfigError(f"nvfp4: got {section!r}: it is a section of keys; write for example nvfp4: {{recipe: paper}}")
+        raise ConfigError(
+            f"nvfp4: got {section!r}: it is a section of keys; write for example nvfp4: {{recipe: paper}}"
+        )
     load_recipe(section)
     for key, off in _EXCLUSIVE.items():
         if raw.get(key, off) not in (off, None, ""):
@@ -96,7 +98,9 @@ def check_keys(raw: Mapping[str, Any]) -> None:
             )
     for key, (off, why) in _UNSUPPORTED.items():
         if raw.get(key, off) != off:
-            raise ConfigError(f"{key}: got {raw[key]!r}: quantization: nvfp4 cannot be combined with it: {why}")
+            raise ConfigError(
+                f"{key}: got {raw[key]!r}: quantization: nvfp4 cannot be combined with it: {why}"
+            )
     for axis in ("ici_pipeline_parallelism", "dcn_pipeline_parallelism"):
         if raw.get(axis, 1) not in (1, -1):
             raise ConfigError(
@@ -104,7 +108,9 @@ def check_keys(raw: Mapping[str, Any]) -> None:
                 "and use FSDP or tensor parallelism"
             )
     if raw.get("shard_mode") == "explicit":
-        raise ConfigError("shard_mode: got 'explicit': quantization: nvfp4 needs compiler sharding; write shard_mode: auto")
+        raise ConfigError(
+            "shard_mode: got 'explicit': quantization: nvfp4 needs compiler sharding; write shard_mode: auto"
+        )
     for key in ("dtype", "weight_dtype"):
         if raw.get(key) and raw[key] not in ("bfloat16", "float32"):
             raise ConfigError(
@@ -180,5 +186,6 @@ def _first_line(text: str) -> str:
 def _is_nested_key(key: str) -> bool:
     """MaxText accepts the keys of its nested sections at top level."""
     return any(
-        key in getattr(field.annotation, "model_fields", {}) for field in types.MaxTextConfig.model_fields.values()
+        key in getattr(field.annotation, "model_fields", {})
+        for field in types.MaxTextConfig.model_fields.values()
     )

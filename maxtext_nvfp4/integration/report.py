@@ -83,7 +83,10 @@ class Report:
         lines = [
             f"recipe {self.recipe.recipe} ({self.recipe.fingerprint}), {self.backend}",
             "",
-            *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells),
+            *(
+                "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                for row in cells
+            ),
             "",
         ]
         for gemm in GEMMS:
@@ -103,14 +106,20 @@ class Report:
         )
 
 
-_OPERANDS = {"fprop": ("activation", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("activation", "gradient")}
+_OPERANDS = {
+    "fprop": ("activation", "weight"),
+    "dgrad": ("gradient", "weight"),
+    "wgrad": ("activation", "gradient"),
+}
 
 
 def _operands(gemm: str, plan: GemmPlan) -> dict[str, str]:
     if not plan.quantized:
         return {}
     return {
-        name: _describe(operand) for name, operand in zip(_OPERANDS[gemm], (plan.a, plan.b), strict=True) if operand
+        name: _describe(operand)
+        for name, operand in zip(_OPERANDS[gemm], (plan.a, plan.b), strict=True)
+        if operand
     }
 
 

@@ -42,7 +42,9 @@ def summarize(config: Any) -> str:
     by_step = losses(config.tensorboard_dir) if config.enable_tensorboard else {}
     if by_step:
         first, last = min(by_step), max(by_step)
-        lines.append(f"  loss         {by_step[first]:.3f} at step {first}, {by_step[last]:.3f} at step {last}")
+        lines.append(
+            f"  loss         {by_step[first]:.3f} at step {first}, {by_step[last]:.3f} at step {last}"
+        )
     if enabled(config):
         report = of_config(config)
         lines.append(f"  precision    {report.headline()} (recipe {report.recipe.recipe})")
@@ -61,7 +63,9 @@ def losses(tensorboard_dir: str) -> dict[int, float]:
     for path in sorted(pathlib.Path(tensorboard_dir).rglob("*tfevents*")):
         try:
             for event in tf.compat.v1.train.summary_iterator(str(path)):
-                found.update({event.step: v.simple_value for v in event.summary.value if v.tag == "learning/loss"})
+                for value in event.summary.value:
+                    if value.tag == "learning/loss":
+                        found[event.step] = value.simple_value
         except tf.errors.DataLossError:
             pass  # a process killed while it wrote leaves a record cut short at the end
     return found

@@ -8,7 +8,12 @@ from maxtext_nvfp4.errors import ConfigError
 SUPPORTED_MAXTEXT = ("0.2.5",)
 
 SEAMS = {
-    "maxtext.configs.pyconfig": ("initialize", "initialize_pydantic", "_handle_config_exception", "_load_config"),
+    "maxtext.configs.pyconfig": (
+        "initialize",
+        "initialize_pydantic",
+        "_handle_config_exception",
+        "_load_config",
+    ),
     "maxtext.configs.types": ("MaxTextConfig", "QuantizationType"),
     "maxtext.layers.linears": ("DenseGeneral",),
     "maxtext.layers.moe": ("GateLogit", "RoutedMoE"),
@@ -38,7 +43,9 @@ def check_maxtext() -> None:
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(f"MaxText is not installed; install maxtext=={wanted}") from None
     if found not in SUPPORTED_MAXTEXT:
-        raise ConfigError(f"MaxText {found} is installed, but maxtext-nvfp4 works with {wanted}; install that version")
+        raise ConfigError(
+            f"MaxText {found} is installed, but maxtext-nvfp4 works with {wanted}; install that version"
+        )
     missing = [
         f"{module}.{name}"
         for module, names in SEAMS.items()

@@ -163,9 +163,9 @@ def _stack_length(path: tuple[str, ...], module: Any) -> int | None:
             "numbered yet; write scan_layers: false"
         )
     # MaxText puts the stacking axis at param_scan_axis; every other axis is a feature size.
-    features = list((*module.in_features_shape, *module.out_features_shape))
+    features = (*module.in_features_shape, *module.out_features_shape)
     for axis, size in enumerate(module.kernel.shape):
-        if module.kernel.shape[:axis] + module.kernel.shape[axis + 1 :] == tuple(features):
+        if module.kernel.shape[:axis] + module.kernel.shape[axis + 1 :] == features:
             return int(size)
     raise AssertionError(f"{path}: kernel {module.kernel.shape} does not hold features {features}")
 

@@ -22,7 +22,13 @@ def wrap_train_step(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(train_step)
     def step(
-        model: Any, config: Any, state_shardings: Any, params_shardings: Any, state: Any, data: Any, *rest: Any
+        model: Any,
+        config: Any,
+        state_shardings: Any,
+        params_shardings: Any,
+        state: Any,
+        data: Any,
+        *rest: Any,
     ) -> Any:
         arguments = (model, config, state_shardings, params_shardings, state)
         if not enabled(config):
