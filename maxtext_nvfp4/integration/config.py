@@ -2,16 +2,23 @@
 
 import contextlib
 import difflib
+import glob
+import importlib.util
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import omegaconf
 import pydantic
+import yaml  # type: ignore[import-untyped]
 from maxtext.configs import pyconfig, types
 
 from maxtext_nvfp4.errors import ConfigError
-from maxtext_nvfp4.recipe import Recipe, load_recipe
+from maxtext_nvfp4.recipe import Recipe, load_recipe, problem, show
 
 MODE = "nvfp4"
 
@@ -19,7 +26,8 @@ _EXCLUSIVE = {
     "use_qwix_quantization": False,
     "use_manual_quantization": False,
     "quant_cfg_path": "",
-    "te_gmm_quantization": None,
+    "te_gmm_quantization": "",
+    "te_comm_gemm_overlap": "disabled",
     "quantize_kvcache": False,
     "quantize_mtp": False,
     "quantize_logits_proj": False,
@@ -30,8 +38,54 @@ _UNSUPPORTED = {
     "use_m3_model": (False, "its layers are not the ones this plugin quantizes"),
     "enable_diloco": (False, "its train step keeps another state"),
     "use_batch_split_schedule": (False, "its layers do not use MaxText's linear layers"),
+    "shard_mode": ("auto", "it needs compiler sharding"),
 }
 """MaxText features the mode cannot be combined with: the value that leaves them off, and the reason."""
+
+_POSITIVE = (
+    "base_emb_dim",
+    "base_mlp_dim",
+    "base_num_query_heads",
+    "base_num_kv_heads",
+    "base_num_decoder_layers",
+    "head_dim",
+    "vocab_size",
+    "max_target_length",
+    "per_device_batch_size",
+)
+"""Sizes that MaxText does not check before it divides by them."""
+
+_CHOICES = {
+    "attention": (
+        "autoselected",
+        "dot_product",
+        "flash",
+        "cudnn_flash_te",
+        "cudnn_flash_jax",
+        "vllm_rpa",
+        "vllm_batched_rpa",
+    ),
+    "remat_policy": (
+        *(policy.value for policy in types.RematPolicy),
+        "minimal_flash",
+        "minimal_with_context",
+        "minimal_with_context_and_quantization",
+        "minimal_with_quantization",
+    ),
+}
+"""Choices that MaxText types as any text, and looks up when it builds the model."""
+
+_ACTIVATIONS = ("linear", "sqrtsoftplus")
+"""MaxText's own activation functions; the others are attributes of `jax.nn`."""
+
+_CPU_ATTENTION = ("autoselected", "dot_product")
+
+_CPU_JOB = ("JOB_INDEX", "JOB_COMPLETION_INDEX", "PROCESSES_IN_JOB", "JAX_PROCESS_COUNT")
+"""Environment variables without which MaxText cannot start a distributed job on CPUs."""
+
+_CONFIGS = Path(types.__file__).parent
+_TOKENIZERS = _CONFIGS.parent / "assets" / "tokenizers"
+_PACKAGE = Path(__file__).parents[1]
 
 
 class Nvfp4MaxTextConfig(types.MaxTextConfig):
@@ -41,7 +95,7 @@ class Nvfp4MaxTextConfig(types.MaxTextConfig):
         types.QuantizationType.NONE,
         description="Activates quantization for transformer layers; nvfp4 is this plugin's mode.",
     )
-    nvfp4: dict[str, Any] = pydantic.Field(
+    nvfp4: dict[str, Any] | None = pydantic.Field(
         default_factory=dict, description="The NVFP4 recipe; see maxtext_nvfp4.recipe.Recipe."
     )
 
@@ -63,60 +117,120 @@ def check_keys(raw: Mapping[str, Any]) -> None:
       raw: All top-level keys and their values, without MaxText's model presets.
 
     Raises:
-      ConfigError: An unknown key, a wrong recipe, a section without the mode, or a combination that cannot be.
+      ConfigError: An unknown key, an impossible value, a wrong recipe, a section without the mode, or a
+        combination that cannot be.
     """
-    for key in raw:
+    for key, value in raw.items():
         if key not in Nvfp4MaxTextConfig.model_fields and not _is_nested_key(key):
-            near = difflib.get_close_matches(key, Nvfp4MaxTextConfig.model_fields, n=3)
-            hint = f"; write {' or '.join(near)}" if near else "; see MaxText's base.yml for the keys"
-            raise ConfigError(f"{key}: no such MaxText option{hint}")
-    mode = raw.get("quantization")
-    section = raw.get("nvfp4")
+            raise ConfigError(problem(key, value, "no such MaxText option", _nearest_option(key)))
+    _check_values(raw)
+    mode, section = raw.get("quantization"), raw.get("nvfp4")
+    if isinstance(mode, str) and mode.lower() == "none":  # as MaxText reads it
+        mode = None
     if mode != MODE:
-        known = [item.value for item in types.QuantizationType] + [MODE]
+        known = [item.value for item in types.QuantizationType if item.value] + [MODE]
         if mode and mode not in known:
-            near = difflib.get_close_matches(str(mode), known, n=2)
-            raise ConfigError(
-                f"quantization: got {mode!r}: no such mode; write {' or '.join(near) or MODE} (this plugin's is {MODE})"
-            )
+            why, write = "no such mode", _nearest(mode, known) or MODE
+            raise ConfigError(problem("quantization", mode, why, write))
         if section:
-            raise ConfigError(
-                f"nvfp4: the section is given but quantization is {mode or 'empty'!r}, so it would have no effect; "
-                "write quantization: nvfp4, or remove the section"
-            )
+            why = f"quantization is {mode or 'not set'}, so the section would have no effect"
+            raise ConfigError(problem("nvfp4", section, why, "quantization: nvfp4, or no nvfp4 section"))
         return
-    if section is not None and not isinstance(section, Mapping):
-        raise ConfigError(
-            f"nvfp4: got {section!r}: it is a section of keys; write for example nvfp4: {{recipe: paper}}"
-        )
     load_recipe(section)
     for key, off in _EXCLUSIVE.items():
         if raw.get(key, off) not in (off, None, ""):
-            raise ConfigError(
-                f"{key}: got {raw[key]!r}: it belongs to another quantization mode than quantization: nvfp4; "
-                f"write {key}: {off!r}, or choose the other mode"
-            )
-    for key, (off, why) in _UNSUPPORTED.items():
-        if raw.get(key, off) != off:
-            raise ConfigError(
-                f"{key}: got {raw[key]!r}: quantization: nvfp4 cannot be combined with it: {why}"
-            )
-    for axis in ("ici_pipeline_parallelism", "dcn_pipeline_parallelism"):
-        if raw.get(axis, 1) not in (1, -1):
-            raise ConfigError(
-                f"{axis}: got {raw[axis]!r}: quantization: nvfp4 does not run under pipeline parallelism; write {axis}: 1 "
-                "and use FSDP or tensor parallelism"
-            )
-    if raw.get("shard_mode") == "explicit":
-        raise ConfigError(
-            "shard_mode: got 'explicit': quantization: nvfp4 needs compiler sharding; write shard_mode: auto"
-        )
-    for key in ("dtype", "weight_dtype"):
+            why = "it belongs to another quantization mode than quantization: nvfp4"
+            write = f"{key}: {show(off)}, or choose the other mode"
+            raise ConfigError(problem(key, raw[key], why, write))
+    for key, (unused, reason) in _UNSUPPORTED.items():
+        if raw.get(key, unused) not in (unused, None):
+            why = f"quantization: nvfp4 cannot be combined with it: {reason}"
+            raise ConfigError(problem(key, raw[key], why, f"{key}: {show(unused)}"))
+    for key in ("ici_pipeline_parallelism", "dcn_pipeline_parallelism"):
+        if raw.get(key, 1) not in (1, -1):
+            why = "quantization: nvfp4 does not run under pipeline parallelism"
+            raise ConfigError(problem(key, raw[key], why, f"{key}: 1, and use FSDP or tensor parallelism"))
+    for key, write in (("dtype", "bfloat16"), ("weight_dtype", "float32, for the master weights")):
         if raw.get(key) and raw[key] not in ("bfloat16", "float32"):
-            raise ConfigError(
-                f"{key}: got {raw[key]!r}: 4-bit values are made from bfloat16 or float32; write {key}: bfloat16 "
-                "for activations and weight_dtype: float32 for the master weights"
-            )
+            why = "4-bit values are made from bfloat16 or float32"
+            raise ConfigError(problem(key, raw[key], why, f"{key}: {write}"))
+
+
+def _check_values(raw: Mapping[str, Any]) -> None:
+    """Refuses values that MaxText takes and then trips over in the middle of a start."""
+    for key in _POSITIVE:
+        if isinstance(value := raw.get(key), int | float) and value <= 0:
+            raise ConfigError(problem(key, value, "it must be positive", "a number above 0"))
+    if raw.get("steps") == 0:
+        write = "1 or more, or -1 to follow learning_rate_schedule_steps"
+        raise ConfigError(problem("steps", 0, "there would be nothing to train", write))
+    for key, choices in _CHOICES.items():
+        value = raw.get(key)
+        if isinstance(value, str) and value.lower() not in ("", "none", *choices):
+            write = _nearest(value, choices) or " or ".join(choices)
+            raise ConfigError(problem(key, value, "no such choice", write))
+    activations = raw.get("mlp_activations")
+    for name in activations if isinstance(activations, list) else ():
+        if name not in _ACTIVATIONS and not hasattr(jax.nn, str(name)):
+            write = _nearest(name, (*_ACTIVATIONS, *dir(jax.nn))) or "silu"
+            raise ConfigError(problem("mlp_activations", name, "no such function in jax.nn", write))
+    for network in ("ici", "dcn"):
+        axes = [key for key in raw if re.fullmatch(rf"{network}_\w+_parallelism", key) and raw[key] == -1]
+        if len(axes) > 1:
+            why = "only one axis can take what the others leave"
+            raise ConfigError(problem(" and ".join(axes), -1, why, "a number for all but one of them"))
+
+
+def check_run(argv: Sequence[str]) -> None:
+    """Checks a config and what a run of it needs from the machine that it starts on.
+
+    Args:
+      argv: As for `load_config`.
+
+    Raises:
+      ConfigError: As `check_keys`; or a path that does not exist, a library that is not installed, or a
+        distributed job without an environment for one.
+    """
+    with raising_config_errors():
+        raw = merged_keys(argv, {})
+    check_keys(raw)
+    for key, path in _needed_paths(raw):
+        if "://" not in path and not glob.glob(os.path.expanduser(path)):
+            raise ConfigError(problem(key, raw[key], f"{path} does not exist", f"{key}: a path that exists"))
+    if raw.get("hardware") == "cpu" and raw.get("attention", "autoselected") not in _CPU_ATTENTION:
+        why, write = "it has no kernel for CPUs", "attention: dot_product"
+        raise ConfigError(problem("attention", raw["attention"], why, write))
+    for key, write in (("attention", "dot_product"), ("quantization", "nvfp4")):
+        value = str(raw.get(key))
+        if value.startswith(("te_", "cudnn_flash_te")) and not importlib.util.find_spec("transformer_engine"):
+            why = "it needs Transformer Engine, which is not installed"
+            raise ConfigError(problem(key, value, why, f"{key}: {write}, or install transformer_engine"))
+    alone = raw.get("skip_jax_distributed_system") or raw.get("enable_single_controller")
+    missing = [name for name in _CPU_JOB if name not in os.environ]
+    if raw.get("hardware") == "cpu" and not alone and missing and not jax.distributed.is_initialized():
+        why = f"hardware: cpu joins a distributed job, but the environment has no {', '.join(missing)}"
+        write = "skip_jax_distributed_system: true, to run in one process"
+        raise ConfigError(problem("skip_jax_distributed_system", False, why, write))
+
+
+def _needed_paths(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Paths and patterns that must lead to something, with the key that names them."""
+    for key in ("load_parameters_path", "load_full_state_path"):
+        if raw.get(key):
+            yield key, str(raw[key])
+    data = raw.get("dataset_type")
+    if data == "tfds" and raw.get("dataset_path"):
+        yield "dataset_path", str(raw["dataset_path"])
+        name = str(raw.get("dataset_name")).replace(":", "/")
+        yield "dataset_name", os.path.join(str(raw["dataset_path"]), name)
+    if data == "grain":
+        for pattern in str(raw.get("grain_train_files") or "").split(";"):
+            if pattern:
+                yield "grain_train_files", pattern.split(",")[0]
+    tokenizer = str(raw.get("tokenizer_path") or "")
+    packaged = _TOKENIZERS / os.path.basename(tokenizer)
+    if tokenizer and data != "synthetic" and raw.get("tokenizer_type") != "huggingface":
+        yield "tokenizer_path", str(packaged) if packaged.exists() else tokenizer
 
 
 def load_config(argv: Sequence[str], **overrides: Any) -> pyconfig.HyperParameters:
@@ -130,21 +244,91 @@ def load_config(argv: Sequence[str], **overrides: Any) -> pyconfig.HyperParamete
       ConfigError: Anything wrong in the file or the arguments, MaxText's own complaints included.
     """
     with raising_config_errors():
-        check_keys(merged_keys(argv, overrides))
+        given = merged_keys(argv, {})
+        check_keys({**given, **overrides})
+        for key in overrides.keys() & given.keys():  # an override must not hide a mistake
+            _check_type(key, given[key])
         return pyconfig.initialize(list(argv), config_class=Nvfp4MaxTextConfig, **overrides)
+
+
+def _check_type(key: str, value: object) -> None:
+    schema: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(Nvfp4MaxTextConfig.model_fields[key].annotation)
+    try:
+        schema.validate_python(value)
+    except pydantic.ValidationError as error:
+        raise ConfigError(_describe({**error.errors()[0], "loc": (key,)})) from None
 
 
 def merged_keys(argv: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """All keys of the YAML file, its base configs and the command line, before MaxText's defaults act."""
     config, arguments = omegaconf.OmegaConf.create(), list(argv[1:])
-    if arguments and arguments[0].endswith((".yml", ".yaml")):
-        config = pyconfig._load_config(pyconfig.resolve_config_path(arguments.pop(0)))
+    if arguments and arguments[0].endswith(".yml"):  # MaxText knows no other ending
+        config = _read(pyconfig.resolve_config_path(arguments.pop(0)))
         config.pop(pyconfig._BASE_CONFIG_ATTR, None)
+    for argument in arguments:
+        _check_argument(argument)
     command_line = omegaconf.OmegaConf.from_cli(arguments)
     merged = omegaconf.OmegaConf.merge(config, command_line, omegaconf.OmegaConf.create(dict(overrides)))
     container = omegaconf.OmegaConf.to_container(merged, resolve=True)
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
+
+
+def _read(path: str) -> omegaconf.DictConfig:
+    """What MaxText reads from a file and those it is based on, after a check of each that is the user's."""
+    name, chain = path, [os.path.realpath(path)]
+    while Path(name).parent != _CONFIGS:
+        base = _keys_of(name).get(pyconfig._BASE_CONFIG_ATTR)
+        if base is None:
+            break
+        if not isinstance(base, str):
+            raise ConfigError(problem("base_config", base, "not a file name", "base_config: base.yml"))
+        beside = os.path.join(os.path.dirname(name), base)
+        name = beside if os.path.isfile(beside) else os.path.join(_CONFIGS, base)
+        if not os.path.isfile(name):
+            why = f"no such file beside {path}, nor among MaxText's configs"
+            near = _nearest(base, [file.name for file in _CONFIGS.glob("*.yml")]) or "base.yml"
+            raise ConfigError(problem("base_config", base, why, f"base_config: {near}"))
+        if os.path.realpath(name) in chain:
+            raise ConfigError(
+                problem("base_config", base, "the file is based on itself", "base_config: base.yml")
+            )
+        chain.append(os.path.realpath(name))
+    return pyconfig._load_config(path)
+
+
+def _keys_of(path: str) -> Mapping[str, Any]:
+    write = "keys such as base_config: base.yml, one on each line"
+    try:
+        keys = omegaconf.OmegaConf.load(path)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML ({_yaml_fault(error)}); write {write}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); write {write}") from None
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})" if error.strerror else "not a mapping of keys"
+        raise ConfigError(f"{path}: {why}; write {write}") from None
+    if not isinstance(keys, omegaconf.DictConfig):
+        raise ConfigError(f"{path}: a list, not a mapping of keys; write {write}")
+    if not keys:
+        raise ConfigError(f"{path}: the file is empty; write {write}")
+    return keys
+
+
+def _check_argument(argument: str) -> None:
+    key, _, value = argument.partition("=")
+    try:
+        omegaconf.OmegaConf.from_cli([argument])
+    except yaml.YAMLError as error:
+        write = f"YAML in one line and in quotes, such as '{key}=[1, 2]'"
+        raise ConfigError(problem(key, value, f"not valid YAML ({_yaml_fault(error)})", write)) from None
+
+
+def _yaml_fault(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return _first_line(str(error))
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
 
 
 @contextlib.contextmanager
@@ -162,8 +346,12 @@ def raising_config_errors() -> Iterator[None]:
     try:
         yield
     except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(_describe(problem) for problem in error.errors())) from error
-    except (ValueError, TypeError, AssertionError, omegaconf.errors.OmegaConfBaseException) as error:
+        # A union has a fault for each of its members; the last is the widest.
+        lines = {_key(detail) or detail["msg"]: _describe(detail) for detail in error.errors()}
+        raise ConfigError("\n".join(lines.values())) from error
+    except omegaconf.errors.OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'config'}: {_first_line(str(error))}") from error
+    except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(_first_line(str(error)) or type(error).__name__) from error
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from error
@@ -171,16 +359,72 @@ def raising_config_errors() -> Iterator[None]:
         pyconfig._handle_config_exception = handler
 
 
-def _describe(problem: Any) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
-    message = re.sub(r"^(Value|Assertion) error, ", "", problem["msg"])
-    if not where:
-        return str(message)
-    return f"{where}: got {problem['input']!r}: {message}"
+@contextlib.contextmanager
+def raising_setup_errors() -> Iterator[None]:
+    """Turns what MaxText refuses inside it, before the first training step, into a `ConfigError`.
+
+    A mesh of the wrong size or a batch that does not divide are known only to the run itself. A
+    programming error is not hidden: anything raised by this package or by a training step passes.
+    """
+    try:
+        yield
+    except (ValueError, AssertionError, ImportError, OSError, RuntimeError) as error:
+        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        started = any(code.co_name == "training_loop_iteration" for code in frames)
+        ours = Path(frames[-1].co_filename).is_relative_to(_PACKAGE)
+        deliberate = type(error) in (RuntimeError, NotImplementedError) or not isinstance(error, RuntimeError)
+        if started or ours or not deliberate:
+            raise
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        file = where.filename.rpartition("site-packages/")[2]
+        message = _first_line(str(error)) or type(error).__name__
+        raise ConfigError(f"{message} ({file}, line {where.lineno})") from error
+
+
+_TYPES = {
+    "int": ("an integer", "8"),
+    "float": ("a number", "0.5"),
+    "bool": ("a switch", "true"),
+    "string": ("text", "a name in quotes"),
+    "list": ("a list", "[a, b]"),
+    "dict": ("a mapping", "{a: 1}"),
+}
+"""What a value should have been, with an example, by the start of pydantic's name for the fault."""
+
+
+def _key(detail: Any) -> str:
+    """The key of a fault that a schema found, without pydantic's names for the members of a union."""
+    key, *rest = detail["loc"] or ("",)
+    return ".".join([str(key), *(str(part) for part in rest if isinstance(part, int))])
+
+
+def _describe(detail: Any) -> str:
+    """One line for a fault that MaxText's schema found."""
+    message = re.sub(r"^(Value|Assertion) error, ", "", detail["msg"])
+    if not (key := _key(detail)):
+        return message
+    if detail["type"] in ("literal_error", "enum"):
+        choices = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
+        write = _nearest(detail["input"], choices) or " or ".join(choices)
+        return problem(key, detail["input"], "no such choice", write)
+    if wanted := _TYPES.get(detail["type"].partition("_")[0]):
+        return problem(key, detail["input"], f"not {wanted[0]}", f"{wanted[0]} such as {wanted[1]}")
+    return f"{key}: got {show(detail['input'])}: {message}"
 
 
 def _first_line(text: str) -> str:
     return text.strip().split("\n")[0]
+
+
+def _nearest(word: object, names: Iterable[str]) -> str:
+    return " or ".join(difflib.get_close_matches(str(word).lower(), list(names), n=2))
+
+
+def _nearest_option(key: str) -> str:
+    if key in Recipe.model_fields:
+        return f"it in the section nvfp4, as nvfp4: {{{key}: ...}}"
+    near = difflib.get_close_matches(key, Nvfp4MaxTextConfig.model_fields, n=3, cutoff=0.7)
+    return " or ".join(near) or "an option of MaxText's base.yml"
 
 
 def _is_nested_key(key: str) -> bool:
