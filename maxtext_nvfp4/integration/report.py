@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,9 +11,16 @@ import numpy as np
 
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.integration.attach import Resolution, resolve
-from maxtext_nvfp4.integration.config import enabled, load_config, recipe_of
+from maxtext_nvfp4.integration.config import (
+    enabled,
+    load_config,
+    merged_keys,
+    raising_config_errors,
+    raising_setup_errors,
+    recipe_of,
+)
 from maxtext_nvfp4.plan import GEMMS, GemmPlan, LayerPlan, OperandPlan
-from maxtext_nvfp4.recipe import Recipe
+from maxtext_nvfp4.recipe import Recipe, problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,13 +179,22 @@ def explain(argv: Sequence[str]) -> Report:
     Raises:
       ConfigError: Anything a run would refuse.
     """
-    config = load_config(argv, hardware="cpu", skip_jax_distributed_system=True, log_config=False)
+    here = {"hardware": "cpu", "skip_jax_distributed_system": True, "log_config": False}
+    config = load_config(argv, **here, num_slices=_slices(argv))
     if not enabled(config):
-        raise ConfigError(
-            f"quantization: got {config.quantization or ''!r}: there is no NVFP4 recipe to explain; "
-            "write quantization: nvfp4"
-        )
-    return of_config(config)
+        given = getattr(config.quantization, "value", config.quantization)
+        why = "there is no NVFP4 recipe to explain"
+        raise ConfigError(problem("quantization", given, why, "quantization: nvfp4"))
+    with raising_setup_errors():
+        return of_config(config)
+
+
+def _slices(argv: Sequence[str]) -> int:
+    """As many slices as the config's axes across slices ask for; one machine cannot tell."""
+    with raising_config_errors():
+        raw = merged_keys(argv, {})
+    axes = [value for key, value in raw.items() if key.startswith("dcn_") and key.endswith("_parallelism")]
+    return max(1, abs(math.prod(value for value in axes if isinstance(value, int))))
 
 
 def of_config(config: Any) -> Report:
