@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(variable, value)
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()  # a closed pipe shows here, not when Python ends
         return status
     except ConfigError as error:
         print(f"maxtext-nvfp4: {error}", file=sys.stderr)
@@ -66,12 +67,13 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 def _config_argv(arguments: argparse.Namespace) -> list[str]:
     """Arguments as MaxText takes them, after checking what it would only trip over."""
     path = arguments.config
-    if not path.endswith((".yml", ".yaml")):
-        raise ConfigError(f"{path}: not a YAML file; the first argument is the config, then key=value pairs")
+    example = "the path of a MaxText YAML such as configs/demo-cpu.yml"
+    if not path.endswith(".yml"):
+        why = "the name of a config ends in .yml, and it comes before the key=value pairs"
+        raise ConfigError(f"{path}: {why}; write {example}")
     if not os.path.isfile(path):
-        raise ConfigError(
-            f"{path}: no such file; write the path of a MaxText YAML such as configs/demo-cpu.yml"
-        )
+        why = "a directory" if os.path.isdir(path) else "no such file"
+        raise ConfigError(f"{path}: {why}; write {example}")
     for pair in arguments.overrides:
         key, equals, _ = pair.partition("=")
         if not equals or not key:
@@ -82,9 +84,15 @@ def _config_argv(arguments: argparse.Namespace) -> list[str]:
 def _train(arguments: argparse.Namespace) -> int:
     """Trains with MaxText's own loop; CONFIG.yml and key=value pairs are MaxText's."""
     argv = _config_argv(arguments)
+    from maxtext_nvfp4.integration import register
+
+    register()
+    from maxtext_nvfp4.integration.config import check_run, raising_setup_errors
     from maxtext_nvfp4.integration.run import train
 
-    print(train(argv))
+    check_run(argv)
+    with raising_setup_errors():
+        print(train(argv))
     return 0
 
 
