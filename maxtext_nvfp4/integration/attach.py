@@ -87,6 +87,7 @@ def resolve(model: nnx.Module, config: Any, recipe: Recipe) -> Resolution:
       ConfigError: A rule matches nothing, a shape cannot be quantized, or the backend cannot run a plan.
     """
     found = sites.to_sites(sites.find_linears(model))
+    sites.check_layers(found, config.num_decoder_layers)
     plans = policy.resolve(recipe, found, config.num_decoder_layers)
     tokens = config.micro_batch_size_to_train_on * config.max_target_length
     if problems := policy.shape_problems(plans, tokens):

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flax import nnx
@@ -22,6 +22,7 @@ _STACKS = ("layers", "dense_layers", "moe_layers")
 _REMAINDER = "layers_remainder"
 _GATES = ("gate", "shared_expert_gate")
 _NUMBERED = re.compile(rf"({'|'.join(_STACKS)})_(\d+)")
+_IN_BLOCK = re.compile(r"layers?_(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,7 @@ def find_routed_experts(model: nnx.Module) -> list[HighPrecision]:
     found = {}
     for kind, reason in reasons.items():
         for path, _ in _modules(model, kind):
-            name = "/".join(_NUMBERED.sub(r"\1", part) for part in path)
+            name = _locate(path)[0] or "/".join(path)
             found[name] = HighPrecision(name, reason)
     return list(found.values())
 
@@ -126,6 +127,26 @@ def to_sites(linears: list[Linear]) -> list[Site]:
     return sites
 
 
+def check_layers(found: Sequence[Site], num_layers: int) -> None:
+    """Verifies that the sites cover the decoder layers 0 to `num_layers - 1`.
+
+    Raises:
+      ConfigError: The model has no linear layers, or numbers them in a way that is not known here.
+    """
+    numbered = {layer for site in found for layer in site.layers}
+    if not numbered:
+        raise ConfigError(
+            "decoder_block: its layers are not made of MaxText's linear layers, so nothing could be 4-bit; write "
+            "another decoder_block such as llama2, or no quantization"
+        )
+    if numbered != set(range(num_layers)):
+        raise ConfigError(
+            f"the model has {num_layers} decoder layers, but its linear layers seem to belong to layers "
+            f"{', '.join(map(str, sorted(numbered)))}: the layers of this architecture are stacked in a way that "
+            "cannot be numbered yet; write scan_layers: false"
+        )
+
+
 def _locate(path: tuple[str, ...]) -> tuple[str, str, int, str]:
     """Splits a module path into (site path, stack key, layer within the stack's block, protection).
 
@@ -146,8 +167,8 @@ def _locate(path: tuple[str, ...]) -> tuple[str, str, int, str]:
         )
     rest = path[2:]
     inner = 0
-    if block := _NUMBERED.fullmatch(rest[0]):
-        inner, rest = int(block.group(2)), rest[1:]
+    if block := _IN_BLOCK.fullmatch(rest[0]):
+        inner, rest = int(block.group(1)), rest[1:]
     return "/".join(("decoder", base, *rest)), path[1], inner, ""
 
 
