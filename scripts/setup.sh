@@ -48,7 +48,7 @@ rm -f -- "$STAMP"
 # not to (as many container images do): without it every start of Python here takes 12 s longer.
 imports='import maxtext.trainers.pre_train.train, tensorflow_datasets, pytest, hypothesis
 tensorflow_datasets.dataset_builders.store_as_tfds_dataset'
-env -u PYTHONDONTWRITEBYTECODE JAX_PLATFORMS=cpu DECOUPLE_GCLOUD=TRUE TF_CPP_MIN_LOG_LEVEL=3 \
+env -u PYTHONDONTWRITEBYTECODE JAX_PLATFORMS=cpu TF_CPP_MIN_LOG_LEVEL=3 \
     "$VENV/bin/python" -c "$imports" >.cache/setup.log 2>&1 ||
     die "MaxText does not import in .venv:"$'\n'"$(tail -n 5 .cache/setup.log)"
 

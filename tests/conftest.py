@@ -12,7 +12,6 @@ import pytest
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    "DECOUPLE_GCLOUD": "TRUE",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 for name, value in ENVIRONMENT.items():
