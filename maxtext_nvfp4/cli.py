@@ -1,7 +1,9 @@
 """The command line: `maxtext-nvfp4 train | explain | corpus`."""
 
 import argparse
+import contextlib
 import importlib
+import io
 import json
 import logging
 import os
@@ -99,11 +101,17 @@ def _train(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     """Prints the precision of each site, layer range and GEMM, without allocating weights."""
     argv = _config_argv(arguments)
-    from maxtext_nvfp4.integration import register
-    from maxtext_nvfp4.integration.report import explain
+    # MaxText prints which optional libraries it does without; stdout is for the report alone.
+    with contextlib.redirect_stdout(io.StringIO()):
+        from maxtext_nvfp4.integration import register
 
-    register()
-    logging.disable(logging.WARNING)  # MaxText's notes on how it fills in a config
-    report = explain(argv)
+        register()
+        from maxtext_nvfp4.integration.report import explain
+
+        logging.disable(logging.WARNING)  # MaxText's notes on how it fills in a config
+        try:
+            report = explain(argv)
+        finally:
+            logging.disable(logging.NOTSET)
     print(json.dumps(report.to_json(), indent=2) if arguments.json else report.to_text())
     return 0
