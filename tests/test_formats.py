@@ -1,6 +1,7 @@
 """E2M1 and E4M3 rounding, exhaustively: grids, midpoints, their float32 neighbours, every BF16 value."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +136,14 @@ def test_random_float32_of_every_magnitude(name):
     exponent = rng.integers(-40, 40, 100_000) * (rng.random(100_000) < 0.1) + rng.integers(-11, 10, 100_000)
     x = (rng.normal(size=100_000) * 2.0**exponent).astype(np.float32)
     assert_same_bits(ROUND[name](x), ORACLE[name](x))
+
+
+@both
+def test_rounding_is_arithmetic(name):
+    """No narrow dtype on the way: where XLA drops a float32 -> float8 -> float32 pair, values stay unrounded."""
+    text = jax.jit(ROUND[name]).lower(jnp.float32(1)).as_text()
+    assert "tensor<f32>" in text
+    assert not re.search(r"f4E|f8E|f16", text)
 
 
 @both
