@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import dataclasses
 import fcntl
-import fnmatch
 import hashlib
 import io
 import json
@@ -30,6 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxtext_nvfp4.documents import EXCLUDE, LONGEST_FILE, STDLIB_EXCLUDE, Document, cut, hold_out, read
 from maxtext_nvfp4.errors import ConfigError
 
 DATASET = "corpus"
@@ -37,26 +37,9 @@ VERSION = "1.0.0"
 TOKENIZER = "tokenizer.model"
 RECORD = "corpus.json"
 
-EXCLUDE = (".*", "__pycache__", "node_modules", "site-packages", "dist-packages")
-"""Names of files and folders that are left out, as shell patterns."""
-
-STDLIB_EXCLUDE = (
-    *EXCLUDE,
-    "test",
-    "tests",
-    "idle_test",
-    "pydoc_data",
-    "config-*",
-    "_sysconfigdata*",
-    "lib2to3",
-)
-"""The same for Python's standard library: also tests, generated files and files that name this machine."""
-
 PAD, BOS, EOS, UNK = range(4)
 _SPECIAL_AND_BYTES = 4 + 256
-_LONGEST_FILE = 16 << 20
 _TOKENIZER_TEXT = 32 << 20
-_NUMERIC_WORDS = 0.2
 _FORMAT = 1
 """Part of the fingerprint: raise it when equal inputs give another corpus."""
 
@@ -136,7 +119,8 @@ class CorpusSummary:
             )
         lines.append(
             "MaxText reads it with\n"
-            f"  dataset_path={self.out} dataset_name={DATASET}:{VERSION} eval_dataset_name={DATASET}:{VERSION}\n"
+            "  dataset_type=grain grain_file_type=tfrecord eval_split=validation (or dataset_type=tfds)\n"
+            f"  dataset_name={DATASET}:{VERSION} eval_dataset_name={DATASET}:{VERSION} dataset_path={self.out}\n"
             f"  tokenizer_type=sentencepiece tokenizer_path={self.out / TOKENIZER}"
         )
         return "\n".join(lines)
@@ -179,85 +163,15 @@ def build(paths: Sequence[Path], out: Path, options: Options | None = None) -> C
     return _summary(existing, out, reused=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Document:
-    path: str
-    text: str
-    digest: str
-
-
-def _read(paths: Sequence[Path], out: Path, options: Options) -> tuple[list[_Document], Counter[str]]:
-    """The text files in the order of their paths, each content once."""
-    documents: dict[str, _Document] = {}
-    skipped: Counter[str] = Counter()
-    for path in paths:
-        if not path.exists():
-            raise ConfigError(f"no such file or folder: {path}")
-        for name, file in _files(path, out, options.exclude):
-            content, why = _text(file, options)
-            if not why:
-                digest = hashlib.sha256(content.encode()).hexdigest()
-                if documents.setdefault(digest, _Document(name, content, digest)).path != name:
-                    why = "copies of another file"
-            if why:
-                skipped[why] += 1
-    return sorted(documents.values(), key=lambda document: (document.path, document.digest)), skipped
-
-
-def _files(path: Path, out: Path, exclude: Iterable[str]) -> Iterator[tuple[str, Path]]:
-    """Files under a path with their names relative to it; links inside it are not followed."""
-    excluded = re.compile("|".join(fnmatch.translate(pattern) for pattern in exclude) or r"(?!)").match
-    if path.is_file():
-        yield path.name, path
-    for folder, folders, names in os.walk(path):
-        here = Path(folder)
-        folders[:] = sorted(name for name in folders if not excluded(name) and here.absolute() / name != out)
-        for name in sorted(names):
-            file = here / name
-            if not excluded(name) and file.is_file() and not file.is_symlink():
-                yield file.relative_to(path).as_posix(), file
-
-
-def _text(file: Path, options: Options) -> tuple[str, str]:
-    """The text of a file, or why it is left out."""
-    if file.stat().st_size > _LONGEST_FILE:
-        return "", f"longer than {_LONGEST_FILE >> 20} MiB"
-    try:
-        text = file.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        return "", "not UTF-8"
-    except PermissionError:
-        return "", "not readable"
-    if "\0" in text:
-        return "", "binary"
-    words = Counter(any(map(str.isdigit, word)) for word in re.findall(r"[^\W_]+", text))
-    if not words:
-        return "", "without words"
-    if words[True] >= _NUMERIC_WORDS * words.total() and not options.keep_tables:
-        return "", "tables of numbers"
-    return text, ""
-
-
-def _split(documents: Sequence[_Document], holdout: float) -> dict[str, list[_Document]]:
-    """Whole files into train and validation by a hash of their path; both get at least one."""
-
-    def place(document: _Document) -> float:
-        return int.from_bytes(hashlib.sha256(document.path.encode()).digest()[:8], "big") / 2**64
-
-    if len(documents) < 2:
-        found = f"only one text file, {documents[0].path}" if documents else "no text files"
-        raise ConfigError(f"{found}: a corpus needs at least two, one to train on and one to hold out")
-    ordered = sorted(documents, key=lambda document: (place(document), document.path))
-    held_out = sum(place(document) < holdout for document in documents)
-    held_out = min(max(held_out, 1), len(documents) - 1)
-    return {"train": ordered[held_out:], "validation": ordered[:held_out]}
+def _read(paths: Sequence[Path], out: Path, options: Options) -> tuple[list[Document], Counter[str]]:
+    return read(paths, exclude=options.exclude, keep_tables=options.keep_tables, besides=out)
 
 
 def _write(
-    documents: list[_Document], skipped: Counter[str], folder: Path, out: Path, options: Options
+    documents: list[Document], skipped: Counter[str], folder: Path, out: Path, options: Options
 ) -> CorpusSummary:
-    splits = _split(documents, options.holdout)
-    model = _train_tokenizer([document.text for document in splits["train"]], options.vocab_size)
+    train, validation = hold_out(documents, options.holdout)
+    model = _train_tokenizer([document.text for document in train], options.vocab_size)
     (folder / TOKENIZER).write_bytes(model)
 
     import sentencepiece
@@ -265,7 +179,7 @@ def _write(
     tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
     examples: dict[str, list[tuple[str, dict[str, str]]]] = {}
     sizes: dict[str, Split] = {}
-    for name, part in splits.items():
+    for name, part in (("train", train), ("validation", validation)):
         examples[name] = [
             (f"{document.digest}/{index}", {"text": text})
             for document in part
@@ -284,7 +198,7 @@ def _write(
         "options": dataclasses.asdict(options),
         "splits": {name: dataclasses.asdict(size) for name, size in sizes.items()},
         "skipped": dict(sorted(skipped.items())),
-        "validation_files": sorted(document.path for document in splits["validation"]),
+        "validation_files": sorted(document.path for document in validation),
         "documents": {document.path: document.digest for document in documents},
         "written": {
             file.relative_to(folder).as_posix(): file.stat().st_size
@@ -297,7 +211,7 @@ def _write(
 
 
 def _train_tokenizer(texts: Sequence[str], vocab_size: int) -> bytes:
-    """A BPE model that encodes and decodes any text without loss, trained on at most 32 MiB of it."""
+    """A BPE model trained on at most 32 MiB of text; any text but U+2581, its mark for a space, survives it."""
     import sentencepiece
 
     def sample() -> Iterator[str]:
@@ -322,7 +236,7 @@ def _train_tokenizer(texts: Sequence[str], vocab_size: int) -> bytes:
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
             split_digits=True,
-            max_sentence_length=_LONGEST_FILE,
+            max_sentence_length=LONGEST_FILE,
             pad_id=PAD,
             bos_id=BOS,
             eos_id=EOS,
@@ -339,63 +253,35 @@ def _train_tokenizer(texts: Sequence[str], vocab_size: int) -> bytes:
         else:
             raise
         raise ConfigError(
-            f"no tokenizer of {vocab_size} pieces can be trained on {characters:,} characters of text: {advice}"
+            f"{characters:,} characters of text cannot make a tokenizer of {vocab_size} pieces: {advice}"
         ) from error
     return model.getvalue()
-
-
-def cut(text: str, tokenizer: Any, tokens: int) -> list[str]:
-    """Cuts a text into consecutive parts of at most so many tokens, after a line end where one is near.
-
-    Args:
-      text: The text; the parts joined give it back.
-      tokenizer: A SentencePiece processor.
-      tokens: Most tokens a part may have, at least 4 (a character can take 4).
-
-    Returns:
-      The parts.
-    """
-    parts: list[str] = []
-    lines: list[str] = []
-    used = 0
-    all_lines = text.splitlines(keepends=True)
-    for line, ids in zip(all_lines, tokenizer.encode(all_lines), strict=True):
-        if lines and used + len(ids) > tokens:
-            parts.append("".join(lines))
-            lines, used = [], 0
-        lines.append(line)
-        used += len(ids)
-    parts.append("".join(lines))
-    # Lines that are too long themselves, and the rare part that takes more tokens than its lines do.
-    pending, fitting = parts[::-1], []
-    while pending:
-        part = pending.pop()
-        if len(tokenizer.encode(part)) <= tokens:
-            fitting.append(part)
-        else:
-            half = part.rfind("\n", 1, -1) + 1 or len(part) // 2
-            pending += [part[half:], part[:half]]
-    return fitting
 
 
 def _store(examples: dict[str, list[tuple[str, dict[str, str]]]], folder: Path) -> None:
     """Writes the splits as a tensorflow-datasets data set, records shuffled by a hash of their keys."""
     import tensorflow_datasets as tfds
+    from absl import logging
 
     tfds.disable_progress_bar()
-    with contextlib.redirect_stdout(io.StringIO()):
-        tfds.dataset_builders.store_as_tfds_dataset(
-            name=DATASET,
-            version=VERSION,
-            features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
-            split_datasets=examples,
-            data_dir=folder,
-            description="Text files, cut into records, whole files held out for validation.",
-            download_config=tfds.download.DownloadConfig(try_download_gcs=False),
-        )
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            tfds.dataset_builders.store_as_tfds_dataset(
+                name=DATASET,
+                version=VERSION,
+                features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
+                split_datasets=examples,
+                data_dir=folder,
+                description="Text files, cut into records, whole files held out for validation.",
+                download_config=tfds.download.DownloadConfig(try_download_gcs=False),
+            )
+    finally:
+        logging.set_verbosity(verbosity)
 
 
-def _fingerprint(documents: Iterable[_Document], options: Options) -> str:
+def _fingerprint(documents: Iterable[Document], options: Options) -> str:
     content = [_FORMAT, dataclasses.astuple(options), [(d.path, d.digest) for d in documents]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -406,10 +292,10 @@ def _existing(out: Path) -> dict[str, Any] | None:
         return None
     try:
         record: dict[str, Any] = json.loads((out / RECORD).read_text())
-        written = record["written"]
-    except (OSError, ValueError, KeyError, TypeError):
+        written, _ = record["written"].items(), record["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{out} is there and is not a corpus; write another --out") from None
-    for name, size in written.items():
+    for name, size in written:
         if not (out / name).is_file() or (out / name).stat().st_size != size:
             raise ConfigError(f"{out} is damaged: {name} is missing or cut short; delete {out} and run again")
     return record
@@ -420,7 +306,7 @@ def _summary(record: dict[str, Any], out: Path, *, reused: bool) -> CorpusSummar
     return CorpusSummary(out=out, skipped=record["skipped"], reused=reused, **splits)
 
 
-def _difference(record: dict[str, Any], documents: Iterable[_Document], options: Options) -> str:
+def _difference(record: dict[str, Any], documents: Iterable[Document], options: Options) -> str:
     """How the corpus at hand differs from the one asked for, in a few words."""
     wanted = json.loads(json.dumps(dataclasses.asdict(options)))
     for name, value in wanted.items():
@@ -442,7 +328,10 @@ def _exclusive(folder: Path) -> Iterator[Path]:
     """An empty folder that no other process uses, removed afterwards unless it was renamed."""
     while True:
         folder.mkdir(exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
         fcntl.flock(lock, fcntl.LOCK_EX)
         # Whoever held it before has renamed or removed it, so that this may be another folder by now.
         if folder.exists() and os.path.samestat(os.fstat(lock), os.stat(folder)):
@@ -474,7 +363,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=default.vocab_size,
-        help="pieces of the tokenizer; MaxText's vocab_size must be at least this (default: %(default)s)",
+        help="pieces of the tokenizer; at most MaxText's vocab_size (default: %(default)s)",
     )
     parser.add_argument(
         "--holdout",
@@ -488,7 +377,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=default.record_tokens,
-        help="longest record in tokens; MaxText's max_target_length must be at least this (default: %(default)s)",
+        help="longest record in tokens; at most MaxText's max_target_length (default: %(default)s)",
     )
     parser.add_argument(
         "--exclude",
