@@ -1,5 +1,6 @@
 """Training from the command line: what MaxText's `train.main` does, with our config and a summary."""
 
+import logging as std_logging
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,10 @@ def train(argv: Sequence[str]) -> str:
       ConfigError: A configuration that cannot be honoured; nothing has been trained then.
     """
     logging.use_absl_handler()
-    logging.set_verbosity(logging.INFO)  # MaxText reports its progress at this level
+    logging.set_verbosity(logging.INFO)  # MaxText reports its progress at this level, and Orbax every move
+    logging.get_absl_handler().addFilter(
+        lambda record: record.levelno > std_logging.INFO or "orbax" not in pathlib.Path(record.pathname).parts
+    )
     register()
     from maxtext.trainers.pre_train import train as maxtext_train
 
@@ -62,7 +66,8 @@ def losses(tensorboard_dir: str) -> dict[int, float]:
     found: dict[int, float] = {}
     for path in sorted(pathlib.Path(tensorboard_dir).rglob("*tfevents*")):
         try:
-            for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for record in tf.data.TFRecordDataset(str(path)):
+                event = tf.compat.v1.Event.FromString(record.numpy())
                 for value in event.summary.value:
                     if value.tag == "learning/loss":
                         found[event.step] = value.simple_value
