@@ -1,0 +1,171 @@
+"""MaxText's training step as its training loop builds it, without the loop: jitted, sharded, state donated.
+
+step = TrainStep(load("base.yml", quantization="nvfp4", base_num_decoder_layers=4, ...))
+step.trace(), step.lower()          from shapes alone, at any model size
+compiled = step.lower().compile()
+state, metrics = compiled(step.initial_state(), step.batch())
+"""
+
+import contextlib
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+# TensorFlow and transformers come with MaxText and are not measured.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# Where no XLA flags are set, MaxText sets some that write every program it compiles to disk.
+os.environ.setdefault("XLA_FLAGS", "--xla_dump_hlo_module_re=none")
+
+import jax
+from flax import nnx
+from flax.core.spmd import logical_axis_rules
+from maxtext.common import train_state_nnx
+from maxtext.configs import pyconfig
+from maxtext.trainers.pre_train import train
+from maxtext.utils import maxtext_utils, sharding, train_utils
+from maxtext.utils.model_creation_utils import create_nnx_abstract_model
+
+import maxtext_nvfp4
+from maxtext_nvfp4.integration.config import load_config
+
+maxtext_nvfp4.register()
+
+BASE = str(Path(pyconfig.__file__).parent / "base.yml")
+
+HERE = {
+    "hardware": "gpu" if jax.default_backend() == "gpu" else "cpu",
+    "skip_jax_distributed_system": True,
+    "attention": "dot_product",
+    "dataset_type": "synthetic",
+    "enable_checkpointing": False,
+    "log_config": False,
+    "jax_cache_dir": "",  # a program from the cache is not compiled, and so has no compile time
+    "run_name": "benchmark",
+    "base_output_directory": "unused",
+}
+"""One process on the devices of this machine, and nothing written."""
+
+
+def load(path: str = BASE, **keys: Any) -> Any:
+    """A MaxText config from a file, with keys that win over it and over `HERE`."""
+    return load_config(["benchmark", path], **{**HERE, **keys})
+
+
+class TrainStep:
+    """What MaxText's training loop makes of a config before its first step.
+
+    Attributes:
+      config: The config.
+      mesh: All devices.
+    """
+
+    def __init__(self, config: Any):
+        self.config = config
+        # As MaxText's `train.initialize` does for the process.
+        jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+        jax.config.update(
+            "jax_remove_size_one_mesh_axis_from_type", config.remove_size_one_mesh_axis_from_type
+        )
+        self.mesh = maxtext_utils.get_mesh_from_config(config)
+        self._create, model = create_nnx_abstract_model(config, self.mesh)
+        _, self._optimizer = train_utils.create_training_optimizer(config, model, mesh=self.mesh)
+        self.shapes, _, shardings = maxtext_utils.get_abstract_state(config, self.mesh, self._init, True)
+        with logical_axis_rules(config.logical_axis_rules):
+            graphdef, _ = nnx.split(nnx.eval_shape(self._init))
+        params, shardings = sharding.maybe_update_params_sharding_with_opt(config, shardings)
+        self._shardings = shardings
+        self._jitted, _ = train_utils.jit_train_and_eval_step(
+            config, graphdef, self.mesh, self.shapes, shardings, train.train_step, params_shardings=params
+        )
+
+    def _init(self) -> nnx.Module:
+        model = self._create()
+        return train_state_nnx.TrainStateNNX(model, nnx.Optimizer(model, self._optimizer, wrt=nnx.Param))
+
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
+        with jax.set_mesh(self.mesh), logical_axis_rules(self.config.logical_axis_rules):
+            yield
+
+    def _batch_shapes(self) -> dict[str, Any]:
+        data = sharding.get_input_data_sharding(self.config, self.mesh)
+        return maxtext_utils.get_shaped_batch(self.config, batch_sharding=data)
+
+    def trace(self) -> Any:
+        """The traced step; allocates nothing."""
+        with self._context():
+            return self._jitted.trace(self.shapes, self._batch_shapes())
+
+    def lower(self) -> Any:
+        """The lowered step; allocates nothing."""
+        with self._context():
+            return self._jitted.lower(self.shapes, self._batch_shapes())
+
+    def initial_state(self) -> Any:
+        """A fresh state. A step consumes its argument."""
+        with logical_axis_rules(self.config.logical_axis_rules):
+            return jax.jit(lambda: nnx.state(self._init()), out_shardings=self._shardings)()
+
+    def batch(self, seed: int = 0) -> dict[str, Any]:
+        """A global batch of random tokens."""
+        with self._context():
+            return train.make_synthetic_batch(self.config, self._batch_shapes(), seed)
+
+
+def machine() -> dict[str, Any]:
+    """What a number was measured on."""
+    fields: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    flags = fields.get("flags", "").split()
+    names = ("jax", "jaxlib", "flax", "maxtext", "qwix", "maxtext-nvfp4")
+    return {
+        "devices": [device.device_kind for device in jax.devices()],
+        "cpu": fields.get("model name", platform.machine()),
+        "cores": os.cpu_count(),
+        "flags": [flag for flag in ("avx512f", "avx512_bf16", "amx_bf16") if flag in flags],
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "versions": {name: found for name in names if (found := _version(name))},
+    }
+
+
+def _version(name: str) -> str:
+    with contextlib.suppress(ModuleNotFoundError):
+        return version(name)
+    return ""
+
+
+def header(facts: dict[str, Any]) -> str:
+    """The facts of `machine` for people."""
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    devices = ", ".join(
+        f"{facts['devices'].count(kind)} x {kind}" for kind in dict.fromkeys(facts["devices"])
+    )
+    return "\n".join(
+        [
+            f"{devices}; {facts['cpu']}, {facts['cores']} cores, {' '.join(facts['flags']) or 'no AVX-512'}",
+            f"load average {' '.join(map(str, facts['load_average']))}",
+            f"python {facts['python']}, {versions}",
+        ]
+    )
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Rows of text in columns, the first row a heading, the first column to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        first, *rest = (
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join((first, *rest)).rstrip())
+    return "\n".join(lines)
