@@ -259,10 +259,15 @@ def _train_tokenizer(texts: Sequence[str], vocab_size: int) -> bytes:
 
 
 def _store(examples: dict[str, list[tuple[str, dict[str, str]]]], folder: Path) -> None:
-    """Writes the splits as a tensorflow-datasets data set, records shuffled by a hash of their keys."""
+    """Writes the splits as a tensorflow-datasets data set, records shuffled by a hash of their keys.
+
+    A reader takes 16 files at a time: with more of them, another `data_shuffle_seed` starts with other
+    records, and each process of a distributed run has files of its own.
+    """
     import tensorflow_datasets as tfds
     from absl import logging
 
+    shards = max(1, min(64, min(map(len, examples.values())) // 8))
     tfds.disable_progress_bar()
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
@@ -275,7 +280,7 @@ def _store(examples: dict[str, list[tuple[str, dict[str, str]]]], folder: Path) 
                 split_datasets=examples,
                 data_dir=folder,
                 description="Text files, cut into records, whole files held out for validation.",
-                download_config=tfds.download.DownloadConfig(try_download_gcs=False),
+                download_config=tfds.download.DownloadConfig(try_download_gcs=False, num_shards=shards),
             )
     finally:
         logging.set_verbosity(verbosity)
