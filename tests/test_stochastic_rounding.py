@@ -196,6 +196,24 @@ def test_keys_one_bit_apart_are_independent(impl):
         assert_independent(draws(key, (64, 64)), want)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_key_words_are_not_interchangeable(impl):
+    """Words in another order, or with the same sum or exclusive or, are another key."""
+    size = jax.random.key_data(jax.random.key(0, impl=impl)).size
+    words = np.arange(size, dtype=np.uint32) * 4 + 5
+    variants = [words, words[::-1], np.roll(words, 1)]
+    same_sum, same_xor = words.copy(), words.copy()
+    same_sum[[0, -1]] += np.array([1, -1], np.int32).view(np.uint32)
+    same_xor[[0, -1]] ^= 2
+    variants += [same_sum, same_xor]
+    variants = list({v.tobytes(): v for v in variants}.values())
+    streams = [draws(jax.random.wrap_key_data(jnp.asarray(v), impl=impl), (64, 64)) for v in variants]
+    assert len(streams) >= 4
+    for i, a in enumerate(streams):
+        for b in streams[:i]:
+            assert_independent(a, b)
+
+
 def test_sum_of_many_keys_is_flat():
     """Averaged over 256 keys no position stands out: no part of the pattern is the same for every key."""
     keys = jax.random.split(jax.random.key(10), 256)
