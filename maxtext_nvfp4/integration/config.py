@@ -16,6 +16,7 @@ import omegaconf
 import pydantic
 import yaml  # type: ignore[import-untyped]
 from maxtext.configs import pyconfig, types
+from maxtext.utils.globals import MAXTEXT_ASSETS_ROOT
 
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.recipe import Recipe, load_recipe, problem, show
@@ -84,7 +85,6 @@ _CPU_JOB = ("JOB_INDEX", "JOB_COMPLETION_INDEX", "PROCESSES_IN_JOB", "JAX_PROCES
 """Environment variables without which MaxText cannot start a distributed job on CPUs."""
 
 _CONFIGS = Path(types.__file__).parent
-_TOKENIZERS = _CONFIGS.parent / "assets" / "tokenizers"
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -228,9 +228,9 @@ def _needed_paths(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if pattern:
                 yield "grain_train_files", pattern.split(",")[0]
     tokenizer = str(raw.get("tokenizer_path") or "")
-    packaged = _TOKENIZERS / os.path.basename(tokenizer)
+    packaged = os.path.join(MAXTEXT_ASSETS_ROOT, "tokenizers", os.path.basename(tokenizer))
     if tokenizer and data != "synthetic" and raw.get("tokenizer_type") != "huggingface":
-        yield "tokenizer_path", str(packaged) if packaged.exists() else tokenizer
+        yield "tokenizer_path", packaged if os.path.exists(packaged) else tokenizer
 
 
 def load_config(argv: Sequence[str], **overrides: Any) -> pyconfig.HyperParameters:
