@@ -63,6 +63,7 @@ _CHOICES = {
         "flash",
         "cudnn_flash_te",
         "cudnn_flash_jax",
+        "paged",
         "vllm_rpa",
         "vllm_batched_rpa",
     ),
