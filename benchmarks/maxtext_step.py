@@ -56,31 +56,50 @@ def load(path: str = BASE, **keys: Any) -> Any:
     return load_config(["benchmark", path], **{**HERE, **keys})
 
 
+@contextlib.contextmanager
+def _process_options(config: Any) -> Iterator[None]:
+    """JAX as MaxText's `train.initialize` sets it up for its process."""
+    options = {
+        "jax_default_prng_impl": "unsafe_rbg",
+        "jax_remove_size_one_mesh_axis_from_type": config.remove_size_one_mesh_axis_from_type,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
 class TrainStep:
     """What MaxText's training loop makes of a config before its first step.
 
     Attributes:
       config: The config.
       mesh: All devices.
+      shapes: Shapes, dtypes and shardings of the training state.
     """
 
     def __init__(self, config: Any):
         self.config = config
-        # As MaxText's `train.initialize` does for the process.
-        jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-        jax.config.update(
-            "jax_remove_size_one_mesh_axis_from_type", config.remove_size_one_mesh_axis_from_type
-        )
         self.mesh = maxtext_utils.get_mesh_from_config(config)
-        self._create, model = create_nnx_abstract_model(config, self.mesh)
-        _, self._optimizer = train_utils.create_training_optimizer(config, model, mesh=self.mesh)
-        self.shapes, _, shardings = maxtext_utils.get_abstract_state(config, self.mesh, self._init, True)
-        with logical_axis_rules(config.logical_axis_rules):
-            graphdef, _ = nnx.split(nnx.eval_shape(self._init))
-        params, shardings = sharding.maybe_update_params_sharding_with_opt(config, shardings)
-        self._shardings = shardings
+        with _process_options(config):
+            self._create, model = create_nnx_abstract_model(config, self.mesh)
+            _, self._optimizer = train_utils.create_training_optimizer(config, model, mesh=self.mesh)
+            self.shapes, _, shardings = maxtext_utils.get_abstract_state(config, self.mesh, self._init, True)
+            with logical_axis_rules(config.logical_axis_rules):
+                graphdef, _ = nnx.split(nnx.eval_shape(self._init))
+        params, self._shardings = sharding.maybe_update_params_sharding_with_opt(config, shardings)
         self._jitted, _ = train_utils.jit_train_and_eval_step(
-            config, graphdef, self.mesh, self.shapes, shardings, train.train_step, params_shardings=params
+            config,
+            graphdef,
+            self.mesh,
+            self.shapes,
+            self._shardings,
+            train.train_step,
+            params_shardings=params,
         )
 
     def _init(self) -> nnx.Module:
@@ -89,7 +108,8 @@ class TrainStep:
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
-        with jax.set_mesh(self.mesh), logical_axis_rules(self.config.logical_axis_rules):
+        rules = logical_axis_rules(self.config.logical_axis_rules)
+        with _process_options(self.config), jax.set_mesh(self.mesh), rules:
             yield
 
     def _batch_shapes(self) -> dict[str, Any]:
@@ -108,7 +128,7 @@ class TrainStep:
 
     def initial_state(self) -> Any:
         """A fresh state. A step consumes its argument."""
-        with logical_axis_rules(self.config.logical_axis_rules):
+        with _process_options(self.config), logical_axis_rules(self.config.logical_axis_rules):
             return jax.jit(lambda: nnx.state(self._init()), out_shardings=self._shardings)()
 
     def batch(self, seed: int = 0) -> dict[str, Any]:
