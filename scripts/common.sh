@@ -33,7 +33,7 @@ find_uv() {
         answers "pip " "$python" -m pip --version || continue
         say "installing uv $UV_VERSION into .cache/"
         rm -rf -- "$private"
-        "$python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
+        "$python" -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
             --target "$private" "uv==$UV_VERSION" >&2 || die "pip could not install uv $UV_VERSION"
         UV=$private/bin/uv
         return
