@@ -298,10 +298,10 @@ def _read(path: str) -> omegaconf.DictConfig:
     return pyconfig._load_config(path)
 
 
-def _keys_of(path: str) -> Mapping[str, Any]:
+def _keys_of(path: str) -> dict[Any, Any]:
     write = "keys such as base_config: base.yml, one on each line"
     try:
-        keys = omegaconf.OmegaConf.load(path)
+        keys = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.load(path))
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML ({_yaml_fault(error)}); write {write}") from None
     except UnicodeDecodeError as error:
@@ -309,7 +309,7 @@ def _keys_of(path: str) -> Mapping[str, Any]:
     except OSError as error:
         why = f"cannot be read ({error.strerror})" if error.strerror else "not a mapping of keys"
         raise ConfigError(f"{path}: {why}; write {write}") from None
-    if not isinstance(keys, omegaconf.DictConfig):
+    if not isinstance(keys, dict):
         raise ConfigError(f"{path}: a list, not a mapping of keys; write {write}")
     if not keys:
         raise ConfigError(f"{path}: the file is empty; write {write}")
