@@ -146,6 +146,8 @@ def encode(
         inverse = 1.0 / scales
     else:
         encode_scale = jnp.minimum(2688.0 / jnp.where(amax > 0, amax, 2688.0), _FLT_MAX).astype(jnp.float32)
+        # The cap between the two divisions also keeps XLA from turning them into one multiplication by
+        # amax, which would round differently.
         decode = 1.0 / encode_scale
         scales = formats.round_e4m3(block_amax * (encode_scale * jnp.float32(1.0 / 6.0)))
         inverse = jnp.minimum(1.0 / (scales * decode), _FLT_MAX)
