@@ -23,7 +23,12 @@ _QUIET = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status, 2 for a mistake in the input."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse leaves over the key=value pairs that follow an option such as --json.
+    if unknown := [word for word in rest if word.startswith("-") or "overrides" not in arguments]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides.extend(rest)
     for variable, value in _QUIET.items():
         os.environ.setdefault(variable, value)
     try:
