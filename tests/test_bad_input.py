@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import yaml
 
@@ -423,17 +424,20 @@ def check(case: Case, status: int, out: str, err: str, folder: Path) -> None:
 
 
 @pytest.fixture
-def no_maxtext_progress():
-    """MaxText's INFO lines go to whatever stderr was when they were first set up; they are not the subject."""
+def process_options():
+    """MaxText sets options of its process, which here is also that of other tests."""
     from absl import logging
 
-    verbosity = logging.get_verbosity()
+    environment, verbosity, prng = dict(os.environ), logging.get_verbosity(), jax.config.jax_default_prng_impl
     yield
+    os.environ.clear()
+    os.environ.update(environment)
     logging.set_verbosity(verbosity)
+    jax.config.update("jax_default_prng_impl", prng)
 
 
 @pytest.mark.parametrize(("command", "case"), RUNS)
-def test_wrong_input_is_one_clear_message(command, case, tmp_path, capsys, monkeypatch, no_maxtext_progress):
+def test_wrong_input_is_one_clear_message(command, case, tmp_path, capsys, monkeypatch, process_options):
     monkeypatch.chdir(tmp_path)
     arguments = write(case, tmp_path)
     try:
