@@ -42,7 +42,9 @@ class Noise:
         def reporting(key, shape):
             assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
             self.uses += 1
-            jax.debug.callback(lambda words: self._seen.append(tuple(map(int, words))), jax.random.key_data(key))
+            jax.debug.callback(
+                lambda words: self._seen.append(tuple(map(int, words))), jax.random.key_data(key)
+            )
             return jnp.full(shape, 0.5, jnp.float32)
 
         with monkeypatch.context() as patch:
@@ -128,7 +130,9 @@ def test_evaluation_uses_no_random_bits(scan, monkeypatch):
         raise AssertionError("random bits in an evaluation")
 
     monkeypatch.setattr(random_bits, "uniform", refuse)
-    trainer = Trainer(scan_layers=scan, quantization="nvfp4", nvfp4=RECIPE, base_num_decoder_layers=LAYERS + 1)
+    trainer = Trainer(
+        scan_layers=scan, quantization="nvfp4", nvfp4=RECIPE, base_num_decoder_layers=LAYERS + 1
+    )
     trainer.trace(evaluation=True)
     with pytest.raises(AssertionError, match="random bits in an evaluation"):
         trainer.trace()
