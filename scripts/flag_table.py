@@ -17,7 +17,9 @@ README = Path(__file__).parent.parent / "README.md"
 def table() -> str:
     """The table in Markdown."""
     rows = [("key", "values", "default", "meaning"), ("---",) * 4]
-    rows += [(f"`nvfp4.{key}`", values, f"`{default}`", meaning) for key, values, default, meaning in flag_rows()]
+    rows += [
+        (f"`nvfp4.{key}`", values, f"`{default}`", meaning) for key, values, default, meaning in flag_rows()
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
