@@ -131,13 +131,18 @@ def routed_dot_general(
       Free axes of x, then free axes of w, in x's dtype.
 
     Raises:
-      ValueError: Batch dimensions, or operands of different dtypes.
+      ValueError: Batch dimensions, contracted sizes that differ, or operands of different dtypes.
     """
     (contract_x, contract_w), batch = dimension_numbers
     if any(len(axes) for axes in batch):
         raise ValueError(f"batch dimensions are not supported, got {batch}")
     if x.dtype != w.dtype:
         raise ValueError(f"operands must have one dtype, got {x.dtype} and {w.dtype}; cast the weight first")
+    sizes = [[operand.shape[axis] for axis in axes] for operand, axes in ((x, contract_x), (w, contract_w))]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"contracted sizes must agree, got {sizes[0]} of {x.shape} and {sizes[1]} of {w.shape}"
+        )
     free_x = [axis for axis in range(x.ndim) if axis not in {c % x.ndim for c in contract_x}]
     free_w = [axis for axis in range(w.ndim) if axis not in {c % w.ndim for c in contract_w}]
     contraction = math.prod(x.shape[axis] for axis in contract_x)

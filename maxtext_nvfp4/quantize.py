@@ -88,7 +88,8 @@ def full_block(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...
     """
     if len(block) > len(shape):
         raise ValueError(
-            f"block {block} has {len(block)} axes but the array of shape {shape} has {len(shape)}"
+            f"block {block} has {len(block)} axes but the array of shape {shape} has {len(shape)}; give the "
+            "array as many axes, or the block one size for each trailing axis"
         )
     full = (1,) * (len(shape) - len(block)) + tuple(block)
     for axis, (size, step) in enumerate(zip(shape, full, strict=True)):
@@ -126,6 +127,11 @@ def _block_amax(blocked: Array) -> Array:
     return lax.bitcast_convert_type(largest, blocked.dtype).astype(jnp.float32)
 
 
+def _largest(amax: Array) -> Array:
+    """The largest of non-negative float32 numbers, NaN if there is one: XLA's CPU reduction loses NaN."""
+    return lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(amax, jnp.int32)), jnp.float32)
+
+
 def encode(
     x: Array, block: tuple[int, ...], key: Array | None = None, precision: Precision = "nvfp4"
 ) -> Encoded:
@@ -139,7 +145,7 @@ def encode(
     """
     blocked = _blocked(x, block)
     block_amax = _block_amax(blocked)
-    amax = jnp.max(block_amax)
+    amax = _largest(block_amax)
     if precision == "mxfp4":
         decode = jnp.float32(1.0)
         scales = formats.e8m0_scale(block_amax)

@@ -71,6 +71,7 @@ def run(tmp_path, *arguments):
     done = subprocess.run(
         [sys.executable, "-m", "maxtext_nvfp4", "train", str(tmp_path / "tiny.yml"), *arguments],
         env=environment,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=600,
@@ -105,9 +106,9 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, scan):
         f"{key}: {value!r}".replace("True", "true").replace("False", "false") for key, value in keys.items()
     ]
     (tmp_path / "tiny.yml").write_text("\n".join(lines).replace("'", '"'))
-    whole = run(tmp_path, f"base_output_directory={tmp_path / 'whole'}")
-    run(tmp_path, f"base_output_directory={tmp_path / 'parts'}", "steps=3")
-    rest = run(tmp_path, f"base_output_directory={tmp_path / 'parts'}")
+    whole = run(tmp_path, "base_output_directory=whole")
+    run(tmp_path, "base_output_directory=parts", "steps=3")
+    rest = run(tmp_path, "base_output_directory=parts")
     assert "restoring from this run's directory step 2" in rest
     assert list(losses(rest)) == [3, 4, 5]
     # Synthetic data is one batch repeated, so only state and noise can tell the runs apart.

@@ -545,3 +545,12 @@ def test_dequantize_dtype():
         values = np.asarray(dequantize(q, dtype))
         assert values.dtype == dtype
         np.testing.assert_array_equal(values, want.astype(dtype))
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("block", [(1, 16), (16, 1), (16, 16)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_one_non_finite_value_shows_everywhere_in_a_large_tensor(value, block, dtype):
+    """Large enough for the reductions that XLA's CPU library takes over, which lose NaN."""
+    x = jax.random.normal(jax.random.key(0), (256, 512), dtype).at[3, 7].set(value)
+    assert np.isnan(np.asarray(dequantize(quantize(x, block)))).all()

@@ -100,6 +100,12 @@ class Nvfp4MaxTextConfig(types.MaxTextConfig):
         default_factory=dict, description="The NVFP4 recipe; see maxtext_nvfp4.recipe.Recipe."
     )
 
+    @pydantic.field_validator("base_output_directory")
+    @classmethod
+    def _absolute(cls, path: str) -> str:
+        """Orbax writes below a relative path and then refuses to read from it."""
+        return os.path.abspath(path) if path and "://" not in path else path
+
 
 def enabled(config: Any) -> bool:
     """Whether a MaxText config asks for the nvfp4 mode."""
