@@ -159,6 +159,7 @@ class Order(Walk):
     [
         ("llama2", 3, {}),
         ("llama2", 3, {"scan_layers": False}),
+        ("llama2", 3, {"param_scan_axis": 0}),
         ("gemma3", 8, {}),  # a block of six and a remainder of two
         ("olmo3", 8, {"inhomogeneous_layer_cycle_interval": 4}),
         ("llama4", 8, {}),
@@ -189,26 +190,28 @@ def test_layers_know_their_number(family, layers, keys, monkeypatch):
 
 
 class Layer(nnx.Module):
-    def __init__(self, rngs):
+    def __init__(self, **keys):
         self.self_attention = nnx.Module()
-        self.self_attention.out = DenseGeneral(64, 64, dtype=jnp.bfloat16, rngs=rngs)
+        self.self_attention.out = DenseGeneral(64, 64, dtype=jnp.bfloat16, **keys)
         self.mlp = nnx.Module()
-        self.mlp.wo = DenseGeneral(64, 64, dtype=jnp.bfloat16, rngs=rngs)
+        self.mlp.wo = DenseGeneral(64, 64, dtype=jnp.bfloat16, **keys)
 
 
 class Decoder(nnx.Module):
     """The least that looks like a MaxText model: layers with two linear layers each."""
 
     layers = 4
-    config = types.SimpleNamespace(num_decoder_layers=4, micro_batch_size_to_train_on=2, max_target_length=32)
 
-    def __init__(self, **section):
+    def __init__(self, *, batch=2, length=32, matmul_precision="default", **section):
         rngs = nnx.Rngs(0)
         self.recipe = load_recipe(section)
         self.decoder = nnx.Module()
         for layer in range(self.layers):
-            setattr(self.decoder, f"layers_{layer}", Layer(rngs))
-        self.resolution = attach.attach(self, self.config, self.recipe)
+            setattr(self.decoder, f"layers_{layer}", Layer(rngs=rngs, matmul_precision=matmul_precision))
+        config = types.SimpleNamespace(
+            num_decoder_layers=self.layers, micro_batch_size_to_train_on=batch, max_target_length=length
+        )
+        self.resolution = attach.attach(self, config, self.recipe)
 
     def __call__(self, x):
         for layer in range(self.layers):
@@ -303,6 +306,24 @@ def test_only_layers_with_a_4_bit_gemm_are_touched():
         "decoder/layers/self_attention/out": [False, False, True],
         "decoder/layers/mlp/wo": [True, True, True],
     }
+
+
+def test_high_precision_gemms_keep_the_precision_of_maxtexts():
+    rules = [{"module": "wo", "dgrad": "bf16"}]
+    for name, count in (("default", 0), ("high", 1), ("highest", 1)):
+        text = Decoder(recipe="all_layers", rules=rules, matmul_precision=name).program()
+        assert text.count(f"precision = [{name.upper()}, {name.upper()}]") >= count * Decoder.layers
+        assert ("HIGH" in text) == (name != "default")
+
+
+def test_tokens_of_a_microbatch_are_checked():
+    Decoder(batch=2, length=24)
+    with pytest.raises(
+        ConfigError, match=r"self_attention/out: M=24 \(tokens\) is not a multiple of 16, as the 4-bit wgrad"
+    ):
+        Decoder(batch=1, length=24)
+    rules = [{"module": "*", "wgrad": "bf16"}]
+    Decoder(batch=1, length=24, rules=rules)
 
 
 def test_noise_of_a_layer_does_not_depend_on_its_neighbours():

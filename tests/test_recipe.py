@@ -462,7 +462,7 @@ def test_the_flag_table_is_written_and_checked(flag_table, tmp_path):
     flag_table.main(["--check"], readme)
     text = readme.read_text()
     assert text.startswith("before\n<!-- flags -->\n\n| key | values | default | meaning |\n| --- |")
-    assert "| `seed` | an integer from 0 to 2**32 - 1 | `0` | Seed of stochastic rounding. |\n" in text
+    assert "| `nvfp4.seed` | an integer from 0 to 2**32 - 1 | `0` | Seed of stochastic rounding. |\n" in text
     assert text.endswith("\n<!-- /flags -->\nafter\n")
 
 
