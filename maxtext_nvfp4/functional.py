@@ -1,14 +1,16 @@
 """The quantized matrix multiply for use outside MaxText."""
 
+import math
 from collections.abc import Mapping
 
 import jax
 from jax import Array, lax
 
 from maxtext_nvfp4 import backends, policy
-from maxtext_nvfp4.dot_general import DimensionNumbers, Routine, routed_dot_general
-from maxtext_nvfp4.plan import GEMMS
+from maxtext_nvfp4.dot_general import DimensionNumbers, routed_dot_general
+from maxtext_nvfp4.extent import Extent
 from maxtext_nvfp4.recipe import load_recipe
+from maxtext_nvfp4.routine import Routine
 
 
 def dot_general(
@@ -46,10 +48,12 @@ def dot_general(
     """
     resolved = load_recipe(recipe)
     plan = policy.layer_plan(resolved)
-    plans = [getattr(plan, gemm) for gemm in GEMMS]
-    backend = backends.select(resolved.backend, plans, jax.default_backend()).backend
+    backend = backends.select(resolved.backend, resolved.format, jax.default_backend()).backend
+    (contract_x, contract_w), _ = dimension_numbers
+    k = math.prod(x.shape[axis] for axis in contract_x)
+    sizes = {"M": x.size // k, "K": k, "N": w.size // math.prod(w.shape[axis] for axis in contract_w)}
+    if faults := backend.unsupported(plan, Extent.on_one_device(sizes, x.dtype.name)):
+        raise ValueError(f"backend {backend.name}: " + "; ".join(dict.fromkeys(faults.values())))
     words = None if key is None else jax.random.bits(key, (2,), "uint32")
-    routine = Routine(
-        (plan,), (0,), backend, lax.Precision(precision) if precision else lax.Precision.DEFAULT
-    )
-    return routed_dot_general(routine, x, w, dimension_numbers, key=words)
+    routine = Routine((plan,), (0,), lax.Precision(precision) if precision else lax.Precision.DEFAULT)
+    return routed_dot_general(backend, routine, x, w, dimension_numbers, key=words)

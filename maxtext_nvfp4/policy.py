@@ -9,7 +9,7 @@ preset may find nothing to decide in some models.
 import difflib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
 from fnmatch import fnmatchcase
 
@@ -24,13 +24,6 @@ type _Decisions = dict[tuple[Site, int | None], dict[Gemm, _Decider]]
 """By site and layer; the layer is None for a site outside the layer stack. Protected sites are absent."""
 
 _ALL_BF16 = LayerPlan(fprop=BF16, dgrad=BF16, wgrad=BF16)
-_MEANING = {"K": "input features", "N": "output features", "M": "tokens"}
-_AXES: dict[Gemm, tuple[str, str, str]] = {
-    "fprop": ("K", "M", "N"),
-    "dgrad": ("N", "M", "K"),
-    "wgrad": ("M", "K", "N"),
-}
-"""The contraction of each GEMM, and the other axis of its first and of its second operand."""
 
 
 def resolve(recipe: Recipe, sites: Sequence[Site], num_layers: int) -> tuple[SitePlan, ...]:
@@ -91,48 +84,7 @@ def layer_plan(recipe: Recipe) -> LayerPlan:
     )
 
 
-def shape_problems(plans: Sequence[SitePlan], tokens: int | None) -> list[str]:
-    """Names the 4-bit GEMMs whose blocked axes do not divide into blocks.
-
-    Args:
-      plans: The plans of the model's sites.
-      tokens: Rows M of a forward GEMM; None leaves that axis unchecked.
-
-    Returns:
-      A message for each such site, with the rule that keeps just those GEMMs in BF16.
-    """
-    paths = {plan.site.path for plan in plans}
-    messages = []
-    for plan in plans:
-        sizes = {"K": plan.site.k, "N": plan.site.n, "M": tokens}
-        faults: dict[str, list[Gemm]] = defaultdict(list)
-        for gemm, axis, block in _blocked_axes(plan):
-            size = sizes[axis]
-            if size is not None and size % block:
-                faults[f"{axis}={size} ({_MEANING[axis]}) is not a multiple of {block}"].append(gemm)
-        if faults:
-            gemms = [gemm for gemm in GEMMS if any(gemm in blamed for blamed in faults.values())]
-            rule = {"module": _shortest_name(plan.site.path, paths)} | dict.fromkeys(gemms, "bf16")
-            messages.append(
-                f"{plan.site.path}: {' and '.join(faults)}, as the 4-bit {', '.join(gemms)} of this layer "
-                f"would need; write the rule {show(rule)} first in nvfp4.rules"
-            )
-    return messages
-
-
-def _blocked_axes(plan: SitePlan) -> Iterator[tuple[Gemm, str, int]]:
-    """The axes of each 4-bit GEMM with the number of elements that share a scale along them."""
-    for layer, _ in plan.choices:
-        for gemm, (contraction, *others) in _AXES.items():
-            chosen: GemmPlan = getattr(layer, gemm)
-            for operand, other in zip((chosen.a, chosen.b), others, strict=True):
-                if operand is not None:
-                    across, along = operand.block
-                    yield gemm, contraction, along
-                    yield gemm, other, across
-
-
-def _shortest_name(path: str, paths: set[str]) -> str:
+def shortest_name(path: str, paths: Collection[str]) -> str:
     """The shortest tail of `path`, of two parts or more, that names no other path."""
     tails = [tail for tail in reversed(_tails(path)) if "/" in tail]
     return next((tail for tail in tails if sum(_matches(tail, other) for other in paths) == 1), path)

@@ -159,8 +159,14 @@ class Recipe(_Section):
         description="Preset to start from, or a recipe file of one's own; the other keys override it.",
         json_schema_extra={"values": f"{', '.join(PRESETS)}, or the path of a YAML file"},
     )
-    backend: Literal["auto", "emulated", "xla"] = Field(
-        default="auto", description="What computes the GEMMs; auto takes the best one that can run."
+    backend: Literal["auto", "transformer_engine", "emulated", "xla"] = Field(
+        default="auto",
+        description="What computes the GEMMs; auto takes Transformer Engine on a GPU that has NVFP4, else emulated.",
+    )
+    on_unsupported: Literal["error", "bf16", "no_hadamard"] = Field(
+        default="error",
+        description="What becomes of a 4-bit GEMM that the backend cannot run at its shape: an error, BF16, or "
+        "wgrad without the Hadamard transform where that helps.",
     )
     bf16_first_layers: LayerCount = Field(
         description="Decoder layers kept in BF16 at the input; a fraction is rounded up to whole layers.",
@@ -197,8 +203,9 @@ class Recipe(_Section):
     @field_validator("format")
     @classmethod
     def _backend_has_format(cls, value: str, info: ValidationInfo) -> str:
-        if value == "mxfp4" and info.data.get("backend") == "xla":
-            raise _refused("backend xla has no MXFP4", "backend: emulated, or format: nvfp4")
+        backend = info.data.get("backend")
+        if value == "mxfp4" and backend in ("xla", "transformer_engine"):
+            raise _refused(f"backend {backend} has no MXFP4", "backend: emulated, or format: nvfp4")
         return value
 
     @property

@@ -372,7 +372,7 @@ CASES = {
         "attention", "cudnn_flash_te", "dot_product", attention="cudnn_flash_te", commands=TRAIN
     ),
     "mode-without-its-library": key(
-        "quantization", "te_nvfp4", "transformer_engine", quantization="te_nvfp4", commands=TRAIN
+        "quantization", "te_nvfp4", "Transformer Engine", quantization="te_nvfp4", commands=TRAIN
     ),
     "no-distributed-job": key(
         "skip_jax_distributed_system", "false", "JOB_INDEX", skip_jax_distributed_system=False, commands=TRAIN

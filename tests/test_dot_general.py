@@ -11,9 +11,13 @@ from jax import numpy as jnp
 
 from maxtext_nvfp4 import backends, dequantize, dot_general, policy, quantize, random_hadamard
 from maxtext_nvfp4.backends import emulated
-from maxtext_nvfp4.dot_general import Routine, routed_dot_general
+from maxtext_nvfp4.dot_general import routed_dot_general
 from maxtext_nvfp4.plan import BF16, GEMMS, GemmPlan, LayerPlan, OperandPlan
 from maxtext_nvfp4.recipe import load_recipe
+from maxtext_nvfp4.routine import Routine
+
+COMPOSED = ("emulated", "xla")
+"""Backends that run everywhere; that of Transformer Engine has tests of its own."""
 
 KEY = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
 PAPER = policy.layer_plan(load_recipe(None))
@@ -129,7 +133,7 @@ def program(routine, layout, *, negative=False, key=KEY):
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def step(x, w, dy, entry=None):
         def multiply(x, w):
-            return routed_dot_general(routine, x, w, dims, entry=entry, key=words)
+            return routed_dot_general(*routine, x, w, dims, entry=entry, key=words)
 
         y, pull_back = jax.vjp(multiply, x, w)
         dx, dw = pull_back(dy)
@@ -145,7 +149,8 @@ def results(routine, layout, x, w, dy, **options):
 
 
 def routine_of(*plans, table=None, backend="emulated"):
-    return Routine(plans, table or tuple(range(len(plans))), backends.create(backend, "cpu"))
+    """The backend and the routine, the first two arguments of `routed_dot_general`."""
+    return backends.create(backend, "cpu"), Routine(plans, table or tuple(range(len(plans))))
 
 
 PLANS = {
@@ -203,7 +208,7 @@ def test_reference_tells_the_plans_apart():
                     assert_all(other_plan, layout, jnp.bfloat16, got, x, w, dy)
 
 
-@pytest.mark.parametrize("backend", backends.NAMES)
+@pytest.mark.parametrize("backend", COMPOSED)
 def test_codes_and_scales_are_those_of_quantize(backend, monkeypatch):
     """Bit for bit, for every operand of every GEMM: what is multiplied is what `quantize` returns."""
     seen = []
@@ -260,14 +265,14 @@ def test_backends_agree(name):
         assert np.std(a) > 0
 
 
-@pytest.mark.parametrize("backend", backends.NAMES)
+@pytest.mark.parametrize("backend", COMPOSED)
 def test_entry_selects_the_precision_of_each_gemm(backend):
     """Each entry gives the values of its own plan, GEMM by GEMM."""
     plans = (*(PLANS[name] for name in ("paper", "forward only", "wgrad only", "nearest")), ALL_BF16)
     table = (4, 0, 1, 1, 3, 2, 4)
     layout = "mlp"
     x, w, dy = operands(layout, jnp.float32, seed=4)
-    mixed = Routine(plans, table, backends.create(backend, "cpu"))
+    mixed = routine_of(*plans, table=table, backend=backend)
     step = program(mixed, layout)
     got = [step(x, w, dy, jnp.int32(entry)) for entry in range(len(table))]
     for entry, choice in enumerate(table):
@@ -283,10 +288,10 @@ def test_entry_of_a_scan():
     """One traced body serves every layer of a scan."""
     layout = "mlp"
     x, w, dy = operands(layout, jnp.bfloat16, seed=5)
-    routine = Routine((PLANS["nearest"], ALL_BF16), (0, 1, 0), backends.create("emulated", "cpu"))
+    routine = routine_of(PLANS["nearest"], ALL_BF16, table=(0, 1, 0))
 
     def loss(x, w, entry):
-        return jnp.sum(routed_dot_general(routine, x, w, dimension_numbers(layout), entry=entry) * dy)
+        return jnp.sum(routed_dot_general(*routine, x, w, dimension_numbers(layout), entry=entry) * dy)
 
     def body(_, entry):
         return None, jax.grad(loss, argnums=(0, 1))(x, w, entry)
@@ -305,7 +310,8 @@ def test_high_precision_gemms_are_plain_ones():
     dims = dimension_numbers(layout)
     x, w, dy = operands(layout, jnp.float32, seed=6)
     for precision in jax.lax.Precision:
-        routine = dataclasses.replace(routine_of(ALL_BF16), precision=precision)
+        backend, routine = routine_of(ALL_BF16)
+        routine = backend, dataclasses.replace(routine, precision=precision)
         text = program(routine, layout, key=None).lower(x, w, dy).as_text()
         assert text.count("stablehlo.dot_general") == 3
         assert text.count(f"precision = [{precision}, {precision}]") == 3
@@ -336,7 +342,7 @@ def test_gradient_without_a_key_is_refused():
         r"inside maxtext_nvfp4.training_step\(step\), or set nvfp4.stochastic_rounding: none"
     )
     dims = dimension_numbers(layout)
-    assert np.std(routed_dot_general(routine_of(PAPER), x, w, dims)) > 0  # inference needs none
+    assert np.std(routed_dot_general(*routine_of(PAPER), x, w, dims)) > 0  # inference needs none
     for plan in (PAPER, PLANS["dgrad only"], PLANS["wgrad only"]):
         with pytest.raises(ValueError, match=message):
             results(routine_of(plan), layout, x, w, dy, key=None)
@@ -353,16 +359,16 @@ def test_refused_operands():
     x, w, _ = operands("mlp", jnp.float32)
     routine = routine_of(PAPER)
     with pytest.raises(ValueError, match=r"batch dimensions are not supported, got \(\(0,\), \(0,\)\)"):
-        routed_dot_general(routine, x, w[:2], (((2,), (1,)), ((0,), (0,))))
+        routed_dot_general(*routine, x, w[:2], (((2,), (1,)), ((0,), (0,))))
     with pytest.raises(ValueError, match=r"one dtype, got bfloat16 and float32; cast the weight first"):
-        routed_dot_general(routine, x.astype(jnp.bfloat16), w, dimension_numbers("mlp"))
+        routed_dot_general(*routine, x.astype(jnp.bfloat16), w, dimension_numbers("mlp"))
     with pytest.raises(ValueError, match=r"has 63 elements, not a multiple of its block of 16"):
-        routed_dot_general(routine, x[:, :, :63], w[:63], dimension_numbers("mlp"))
+        routed_dot_general(*routine, x[:, :, :63], w[:63], dimension_numbers("mlp"))
 
 
 @pytest.mark.parametrize("where", ["x", "w", "dy"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("backend", backends.NAMES)
+@pytest.mark.parametrize("backend", COMPOSED)
 def test_not_finite_stays_visible(where, bad, backend):
     tensors = dict(zip(("x", "w", "dy"), operands("mlp", jnp.float32), strict=True))
     tensors[where] = tensors[where].at[(0,) * tensors[where].ndim].set(bad)
@@ -398,6 +404,6 @@ def test_operand_plans_reach_the_right_operand():
     )
     layout = "query"
     x, w, dy = operands(layout, jnp.float32, seed=9)
-    for backend in backends.NAMES:
+    for backend in COMPOSED:
         got = results(routine_of(odd, backend=backend), layout, x, w, dy)
         assert_all(odd, layout, jnp.float32, got, x, w, dy)

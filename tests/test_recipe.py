@@ -27,11 +27,11 @@ SCOPES = {
 }
 
 FINGERPRINTS = {
-    "all_layers": "84b8cf7b776b",
-    "bf16": "825f230178b3",
-    "mlp_only": "5379bf564c51",
-    "nemotron": "9d050bf4484a",
-    "paper": "01d9752d827c",
+    "all_layers": "ab81b1001317",
+    "bf16": "c9aa309d7b7e",
+    "mlp_only": "25d96a983517",
+    "nemotron": "b49ffa0f53ab",
+    "paper": "076453f9e410",
 }
 
 
@@ -126,7 +126,7 @@ WRONG = [
     ({"sede": 3}, "nvfp4.sede", "3", "seed"),
     ({"bf16_last": 4}, "nvfp4.bf16_last", "4", "bf16_last_layers"),
     ({"stochastic": "none"}, "nvfp4.stochastic", "none", "stochastic_rounding"),
-    ({"zzz": 1}, "nvfp4.zzz", "1", "one of recipe, backend, bf16_first_layers"),
+    ({"zzz": 1}, "nvfp4.zzz", "1", "one of recipe, backend, on_unsupported, bf16_first_layers"),
     ({5: "paper"}, "nvfp4.5", "5", "one of recipe, backend"),
     ({"recipe": "papre"}, "nvfp4.recipe", "papre", "paper"),
     ({"recipe": "MLP_only"}, "nvfp4.recipe", "MLP_only", "mlp_only"),
@@ -136,8 +136,16 @@ WRONG = [
     ({"recipe": "no/such.yml"}, "nvfp4.recipe", "no/such.yml", "another path, or one of all_layers, bf16"),
     ({"backend": "xia"}, "nvfp4.backend", "xia", "xla"),
     ({"backend": "emulate"}, "nvfp4.backend", "emulate", "emulated"),
-    ({"backend": None}, "nvfp4.backend", "null", "auto or emulated or xla"),
+    ({"backend": None}, "nvfp4.backend", "null", "auto or transformer_engine or emulated or xla"),
     ({"backend": "xla", "format": "mxfp4"}, "nvfp4.format", "mxfp4", "backend: emulated, or format: nvfp4"),
+    ({"backend": "te"}, "nvfp4.backend", "te", "auto or transformer_engine"),
+    (
+        {"backend": "transformer_engine", "format": "mxfp4"},
+        "nvfp4.format",
+        "mxfp4",
+        "backend: emulated, or format: nvfp4",
+    ),
+    ({"on_unsupported": True}, "nvfp4.on_unsupported", "true", "error or bf16 or no_hadamard"),
     ({"bf16_first_layers": -1}, "nvfp4.bf16_first_layers", "-1", "0 or more"),
     ({"bf16_first_layers": True}, "nvfp4.bf16_first_layers", "true", "a number of layers such as 4"),
     ({"bf16_first_layers": "2"}, "nvfp4.bf16_first_layers", "'2'", "2 without quotes"),
@@ -379,6 +387,7 @@ def test_to_yaml_is_readable():
         f"""\
         # Resolved from recipe bf16, fingerprint {load_recipe(section).fingerprint}
         backend: auto
+        on_unsupported: error
         bf16_first_layers: 0
         bf16_last_layers: 0
         rules:
@@ -415,6 +424,7 @@ def test_fingerprints_of_the_presets_do_not_drift():
         {"stochastic_rounding": "none"},
         {"format": "mxfp4"},
         {"seed": 1},
+        {"on_unsupported": "bf16"},
     ],
 )
 def test_what_determines_bits_changes_the_fingerprint(change):

@@ -1,9 +1,11 @@
 """The shell scripts, run in a copy of the repository's skeleton with stand-ins for uv and Python."""
 
+import ctypes
 import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -40,8 +42,8 @@ def executable(path: Path, text: str) -> Path:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A checkout with the scripts, a uv and a python3.12 that only pretend."""
-    for name in ("pyproject.toml", "requirements.lock"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    for path in (ROOT / "pyproject.toml", *ROOT.glob("requirements*.lock")):
+        shutil.copy(path, tmp_path / path.name)
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     executable(tmp_path / "bin" / "uv", UV)
     executable(tmp_path / "bin" / "python3.12", PYTHON_312)
@@ -72,20 +74,48 @@ def test_scripts_parse(script: Path) -> None:
     assert script.name == "common.sh" or os.access(script, os.X_OK)
 
 
-def test_the_lock_pins_and_hashes_everything_and_names_no_place() -> None:
-    lock = (ROOT / "requirements.lock").read_text()
-    entries = re.findall(r"^([a-z0-9-]+)==(\S+)((?:[^\n]*\\\n\s+--hash=sha256:[0-9a-f]{64})*)", lock, re.M)
-    pinned = {name: version for name, version, _ in entries}
-    assert len(entries) == len(re.findall(r"^\S+==", lock, re.M)) > 100
+def pins(lock: Path) -> dict[str, str]:
+    """Version by package; every one has hashes, and nothing says where it came from."""
+    text = lock.read_text()
+    entries = re.findall(r"^([a-z0-9-]+)==(\S+)((?:[^\n]*\\\n\s+--hash=sha256:[0-9a-f]{64})*)", text, re.M)
+    assert len(entries) == len(re.findall(r"^[^\s#]+==", text, re.M)) > 0
     assert all(hashes for _, _, hashes in entries)
-    assert not re.search(r"https?://|--(extra-)?index-url|--find-links|file:|^-e", lock, re.M)
+    assert not re.search(r"https?://|--(extra-)?index-url|--find-links|file:|^-e", text, re.M)
+    return {name: version for name, version, _ in entries}
+
+
+def pinned(requirements: list[str]) -> dict[str, str]:
+    return dict(re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)$", "\n".join(requirements), re.M))
+
+
+def test_the_lock_pins_and_hashes_everything_and_names_no_place() -> None:
+    lock = pins(ROOT / "requirements.lock")
+    assert len(lock) > 100
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for requirement in project["dependencies"]:
         name, _, version = requirement.partition("==")
-        assert name in pinned
-        assert not version or pinned[name] == version
-    assert re.search(r"^tensorflow==\S+ ; platform_machine == 'aarch64'", lock, re.M)
-    assert re.search(r"^tensorflow-cpu==\S+ ; platform_machine == 'x86_64'", lock, re.M)
+        assert name in lock
+        assert not version or lock[name] == version
+    text = (ROOT / "requirements.lock").read_text()
+    assert re.search(r"^tensorflow==\S+ ; platform_machine == 'aarch64'", text, re.M)
+    assert re.search(r"^tensorflow-cpu==\S+ ; platform_machine == 'x86_64'", text, re.M)
+
+
+def test_the_locks_of_transformer_engine_agree_with_each_other_and_with_the_extra() -> None:
+    base, te, cuda = (pins(ROOT / f"requirements{part}.lock") for part in ("", "-te", "-cuda"))
+    assert (
+        not base.keys() & (te | cuda).keys()
+    )  # so that setup.sh and install_te.sh change nothing back and forth
+    assert all(te[name] == cuda[name] for name in te.keys() & cuda.keys())
+    assert {"jax-cuda13-plugin", "jax-cuda13-pjrt"} <= cuda.keys()
+    assert "jax-cuda13-pjrt" not in te  # it is what makes JAX try CUDA
+    assert cuda["jax-cuda13-pjrt"] == te["jax-cuda13-plugin"] == base["jax"]
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    versions = pinned(extras["te"] + extras["te-build"])
+    assert versions.pop("jax") == base["jax"]
+    assert versions == {name: te[name] for name in te if name.startswith("transformer-engine")}
+    assert len(set(versions.values())) == 1
 
 
 def test_setup_installs_once_until_its_inputs_change(copy: Path) -> None:
@@ -249,13 +279,18 @@ def checks(copy: Path):
 def test_without_arguments_every_check_runs(checks) -> None:
     ran = checks().stdout.splitlines()
     assert [line.split()[0] for line in ran] == ["ruff", "ruff", "mypy", "lint-imports", "python", "python"]
-    assert ran[-1].startswith("python -m pytest -m not slow")
+    assert ran[-1].startswith("python -m pytest --ignore tests/te -m not slow")
 
 
 def test_arguments_go_to_pytest_alone(checks) -> None:
-    assert (
-        checks("tests/test_x.py", "-k", "a and b").stdout == "python -m pytest tests/test_x.py -k a and b\n"
-    )
+    start = "python -m pytest --ignore tests/te"
+    assert checks("tests/test_x.py", "-k", "a and b").stdout == f"{start} tests/test_x.py -k a and b\n"
+
+
+def test_tests_of_transformer_engine_run_when_named(copy: Path, checks) -> None:
+    executable(copy / "scripts" / "install_te.sh", "#!/bin/sh\necho installed\n")
+    assert checks("te", "-k", "a").stdout == "installed\npython -m pytest tests/te -k a\n"
+    assert checks("tests/te/test_x.py").stdout == "python -m pytest tests/te/test_x.py\n"
 
 
 def test_a_failing_check_fails_the_script(copy: Path, checks) -> None:
@@ -263,3 +298,153 @@ def test_a_failing_check_fails_the_script(copy: Path, checks) -> None:
     done = checks()
     assert done.returncode != 0
     assert "pytest" not in done.stdout
+
+
+# What pip leaves behind, for a Python that lists packages but has none of their code.
+NEEDED = {
+    "maxtext": "0.2.5",
+    "jax": "0.12.0.1+nv27",
+    "flax": "0.12.12",
+    "ml-dtypes": "1",
+    "numpy": "2",
+    "omegaconf": "2",
+    "orbax-checkpoint": "0",
+    "pydantic": "2",
+    "pyyaml": "6",
+    "transformer-engine": "2.20.0+1234567",
+}
+
+
+@pytest.fixture
+def container(copy: Path):
+    """Runs install_te.sh --container with a python3 that has the given packages, and a pip that pretends."""
+    python = """#!/bin/sh
+case "$*" in "-m pip"*) echo "$*" >> "$ROOT/pip.log"; exit ;; *maxtext_nvfp4*) exit ;; esac
+PYTHONPATH="$ROOT/packages" exec {} -S "$@"
+"""
+    executable(copy / "bin" / "python3", python.format(sys.executable))
+
+    def run(**packages: str | None) -> subprocess.CompletedProcess[str]:
+        shutil.rmtree(copy / "packages", ignore_errors=True)
+        for name, version in {**NEEDED, **{k.replace("_", "-"): v for k, v in packages.items()}}.items():
+            if version is not None:
+                info = copy / "packages" / f"{name.replace('-', '_')}-{version}.dist-info"
+                info.mkdir(parents=True)
+                (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        return bash(copy, f"{copy}/scripts/install_te.sh", "--container")
+
+    return run
+
+
+def test_in_a_container_only_this_package_is_installed(copy: Path, container) -> None:
+    done = container()
+    assert done.returncode == 0, done.stderr
+    [call] = (copy / "pip.log").read_text().splitlines()
+    assert re.search(r"^-m pip install .* --no-deps .*\.$", call)
+    assert uv_calls(copy) == []
+    assert not (copy / ".venv").exists()
+
+
+def test_in_a_container_every_mismatch_is_named_and_nothing_installed(copy: Path, container) -> None:
+    done = container(jax="0.11.0", flax=None, omegaconf=None, transformer_engine="2.2.0")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: nothing was installed, ")
+    assert [line.split() for line in done.stderr.splitlines()[1:]] == [
+        ["jax", "found", "0.11.0", "needed", "0.12.0.1"],
+        ["flax", "found", "none", "needed", "0.12.12"],
+        ["omegaconf", "found", "none", "needed", "any"],
+        ["transformer-engine", "found", "2.2.0", "needed", "2.20.*"],
+    ]
+    assert not (copy / "pip.log").exists()
+
+
+def test_install_te_names_a_mistake(copy: Path) -> None:
+    done = bash(copy, f"{copy}/scripts/install_te.sh", "--help")
+    assert done.returncode == 1
+    assert done.stderr == "error: --help: write nothing, or --container\n"
+
+
+@pytest.fixture
+def installed(copy: Path):
+    """Runs install_te.sh with a .venv whose Python only says what the import of Transformer Engine would."""
+    extension = "lib/python3.12/site-packages/transformer_engine/wheel_lib/transformer_engine_jax.so"
+    python = """#!/bin/sh
+case "$*" in
+    *version_info*) echo 3.12 ;;
+    *libcuda.so.1*cuInit*) [ -e "$ROOT/driver" ] ;;
+    *get_path*) echo "$ROOT" ;;
+    *verify.py*) echo "verify: $*" ;;
+esac
+"""
+    executable(copy / "scripts" / "setup.sh", "#!/bin/sh\n")
+    executable(copy / ".venv" / "bin" / "python", python)
+    executable(copy / ".venv" / extension, "")
+    executable(copy / "bin" / "g++", '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; : > "$2"\n')
+    (copy / "Python.h").touch()
+
+    def run(**environment: str) -> subprocess.CompletedProcess[str]:
+        return bash(copy, f"{copy}/scripts/install_te.sh", **environment)
+
+    return run
+
+
+def test_without_a_driver_there_is_a_stand_in_and_no_cuda_for_jax(copy: Path, installed) -> None:
+    done = installed()
+    assert done.returncode == 0, done.stderr
+    others, extension, uninstall = uv_calls(copy)
+    for call, lock in (others, "others"), (extension, "transformer-engine-jax"):
+        assert call.endswith(f"--no-deps --require-hashes --no-build-isolation -r .cache/{lock}.lock")
+    parts = [pins(copy / ".cache" / f"{lock}.lock") for lock in ("others", "transformer-engine-jax")]
+    assert parts[0] | parts[1] == pins(copy / "requirements-te.lock")
+    assert parts[1].keys() == {"transformer-engine-jax"}
+    assert uninstall.endswith("jax-cuda13-plugin jax-cuda13-pjrt")
+    assert f"--stub {copy}/.venv/lib/cuda-stub/libcuda.so.1" in done.stderr
+
+    start = time.monotonic()
+    assert installed().stderr == ""
+    assert time.monotonic() - start < 1
+    assert len(uv_calls(copy)) == 3
+
+
+def test_with_a_gpu_jax_gets_cuda(copy: Path, installed) -> None:
+    installed()
+    (copy / "driver").touch()
+    executable(copy / "bin" / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA'\n")
+    done = installed()
+    assert done.returncode == 0, done.stderr
+    assert uv_calls(copy)[-1].endswith("--require-hashes -r requirements-cuda.lock")
+    assert "verify.py --gpu" in done.stderr
+    assert "--stub" not in done.stderr
+
+
+def test_a_failed_installation_shows_why_and_is_done_again(copy: Path, installed) -> None:
+    listed = copy / ".venv/lib/python3.12/site-packages/nvidia_cublas-13.0.dist-info"
+    (copy / "break").touch()
+    listed.mkdir()
+    done = installed()
+    assert done.returncode == 1
+    assert "error: Transformer Engine could not be installed; the end of" in done.stderr
+    assert listed.exists()
+    (copy / "break").unlink()
+    assert installed().returncode == 0
+    assert not listed.exists()  # it could have been half unpacked
+
+
+def test_without_a_compiler_there_is_one_clear_message(copy: Path, installed) -> None:
+    done = installed(CXX="no-such-c++")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: a C++ compiler is needed, and there is no no-such-c++: ")
+    assert uv_calls(copy) == []
+
+
+def test_the_stand_in_for_the_driver_has_the_six_functions(tmp_path: Path) -> None:
+    names = re.findall(r"^STUB\((\w+)\)$", (ROOT / "scripts/te/libcuda_stub.c").read_text(), re.M)
+    assert len(names) == 6
+    if compiler := shutil.which("g++"):
+        library = tmp_path / "libcuda.so.1"
+        subprocess.run(
+            [compiler, "-x", "c++", "-shared", "-fPIC", "-o", library, ROOT / "scripts/te/libcuda_stub.c"],
+            check=True,
+        )
+        loaded = ctypes.CDLL(str(library))
+        assert {getattr(loaded, name)() for name in names} == {100}

@@ -34,6 +34,10 @@ class Walk:
     def __init__(self):
         self.gemms = Counter()
 
+    def kind(self, equation):
+        """What an equation is counted as; "" where it is not counted."""
+        return four_bit(equation)
+
     def run(self, jaxpr, arguments, where=(), replaying=False):
         """Walks a jaxpr with these inputs, UNKNOWN where not known; returns its outputs."""
         env = dict(zip(jaxpr.constvars, map(kept, jaxpr.consts), strict=True))
@@ -50,7 +54,7 @@ class Walk:
 
     def _equation(self, equation, inputs, where, replaying):
         name, params = equation.primitive.name, equation.params
-        if kind := four_bit(equation):
+        if kind := self.kind(equation):
             operands = sizes(atom.aval.shape for atom in equation.invars[:2])
             self.gemms["replay" if replaying and kind == "fprop" else kind, operands, where] += 1
             return [UNKNOWN] * len(equation.outvars)
@@ -60,19 +64,22 @@ class Walk:
             index, *operands = inputs
             if index is not UNKNOWN:
                 return self.run(params["branches"][int(index)], operands, where, replaying)
-            assert not any(map(holds_four_bit, params["branches"])), "a branch that the walk cannot decide"
+            assert not any(map(self._counts, params["branches"])), "a branch that the walk cannot decide"
             return [UNKNOWN] * len(equation.outvars)
         if name == "while":
-            assert not holds_four_bit(params["body_jaxpr"])
+            assert not self._counts(params["body_jaxpr"])
             return [UNKNOWN] * len(equation.outvars)
         body = params.get("jaxpr", params.get("call_jaxpr"))
         if body is None:
             return self._evaluate(equation, inputs)
         if len(body.invars) != len(inputs):  # a kernel
-            assert not holds_four_bit(body)
+            assert not self._counts(body)
             return [UNKNOWN] * len(equation.outvars)
         backward = name.startswith("remat") and params["differentiated"]
         return self.run(body, inputs, where, replaying or backward)
+
+    def _counts(self, jaxpr):
+        return any(map(self.kind, equations(jaxpr)))
 
     def _scan(self, params, inputs, where, replaying):
         constants, carry_size, _ = map(len, params["ft_in"].unpack())
@@ -112,10 +119,6 @@ def equations(jaxpr):
             inner = equation.params.get(key)
             for body in inner if isinstance(inner, tuple) else [inner] if inner is not None else []:
                 yield from equations(body)
-
-
-def holds_four_bit(jaxpr):
-    return any(map(four_bit, equations(jaxpr)))
 
 
 def four_bit(equation):

@@ -1,54 +1,61 @@
 """Where 4-bit GEMMs run: the protocol, the registry and the selection.
 
-A backend multiplies two operands as a `GemmPlan` says. It sees no recipe, no layer and no MaxText. What
-it cannot do it states in words through `unsupported`; an explicit request that cannot be met raises with
-those words, and `auto` reports whom it passed over and why. Adding a backend is one module and one line
-in `_REGISTRY`.
+A backend computes a differentiable matrix multiply as a `Routine` says. It sees no recipe, no site and no
+MaxText. What it cannot do it states in words; an explicit request that cannot be met raises with those
+words, and `auto` reports whom it passed over and why. Adding a backend is one module and one line in
+`_REGISTRY`.
 """
 
 import dataclasses
 import importlib
-from collections.abc import Iterable
 from typing import Protocol
 
 from jax import Array
 
 from maxtext_nvfp4.errors import ConfigError
-from maxtext_nvfp4.plan import GemmPlan
+from maxtext_nvfp4.extent import Extent
+from maxtext_nvfp4.plan import Gemm, LayerPlan, Precision
+from maxtext_nvfp4.recipe import problem
+from maxtext_nvfp4.routine import Routine
 
 
 class Backend(Protocol):
-    """One way to run a 4-bit GEMM. Instances are hashable: they are static in a traced program."""
+    """One way to run 4-bit GEMMs. Instances are hashable: they are static in a traced program."""
 
     @property
     def name(self) -> str:
         """Name as written in `nvfp4.backend`."""
 
-    def unsupported(self, plan: GemmPlan) -> str | None:
-        """The reason in words why this backend cannot run the plan, or None if it can."""
+    def unavailable(self, precision: Precision) -> str | None:
+        """The reason in words why it cannot run a 4-bit format on this machine, or None if it can."""
 
-    def matmul(
-        self, plan: GemmPlan, a: Array, b: Array, contract: tuple[int, int], key: Array | None
+    def unsupported(self, plan: LayerPlan, extent: Extent) -> dict[Gemm, str]:
+        """The GEMMs of a plan that it cannot run on any machine, each with the reason in words."""
+
+    def dot(
+        self, routine: Routine, x: Array, w: Array, contracted: int, entry: Array | None, key: Array | None
     ) -> Array:
-        """Quantizes both operands and multiplies them.
+        """The differentiable matrix multiply of the last axes of x with the first axes of w.
 
         Args:
-          plan: A plan with 4-bit operands.
-          a: First operand, of rank 2.
-          b: Second operand, of rank 2.
-          contract: The contracted axis of a and of b.
-          key: Key for the operand that rounds stochastically; None if the plan has none.
+          routine: Plans.
+          x: Activation, its free axes first.
+          w: Weight of x's dtype, its contracted axes first.
+          contracted: How many axes of each are contracted.
+          entry: int32 scalar, the layer's place in `routine.table`.
+          key: uint32 words of a threefry key for stochastic rounding.
 
         Returns:
-          float32, of shape (free size of a, free size of b).
+          Free axes of x, then free axes of w, in x's dtype.
         """
 
 
 _REGISTRY = {
+    "transformer_engine": "maxtext_nvfp4.backends.transformer_engine",
     "xla": "maxtext_nvfp4.backends.xla",
     "emulated": "maxtext_nvfp4.backends.emulated",
 }
-_AUTO_ORDER = ("emulated",)
+_AUTO_ORDER = ("transformer_engine", "emulated")
 
 NAMES = tuple(_REGISTRY)
 
@@ -61,45 +68,39 @@ class Selection:
     why: str
 
 
-def select(name: str, plans: Iterable[GemmPlan], platform: str) -> Selection:
-    """Chooses a backend that can run every plan on a platform.
+def select(name: str, precision: Precision, platform: str, *, elsewhere: bool = False) -> Selection:
+    """Chooses a backend for a 4-bit format on this machine.
 
     Args:
       name: A backend's name, or `auto`.
-      plans: All 4-bit plans that will run.
+      precision: The 4-bit format.
       platform: JAX platform: `cpu`, `gpu` or `tpu`.
+      elsewhere: The run will be on another machine: a backend asked for by name is chosen even if this
+        machine cannot run it.
 
     Raises:
-      ConfigError: The named backend cannot run one of the plans.
+      ConfigError: The named backend does not exist, or cannot run here.
     """
-    plans = [plan for plan in dict.fromkeys(plans) if plan.quantized]
-    passed_over: list[str] = []
-    for candidate in _AUTO_ORDER if name == "auto" else (name,):
+    if name != "auto":
+        backend = create(name, platform)
+        reason = backend.unavailable(precision)
+        if reason and not elsewhere:
+            raise ConfigError(problem("nvfp4.backend", name, reason, "emulated, which runs everywhere"))
+        return Selection(backend, f"backend {name}" + (f", not on this machine: {reason}" if reason else ""))
+    notes: list[str] = []
+    for candidate in _AUTO_ORDER:
         backend = create(candidate, platform)
-        reasons = [reason for plan in plans if (reason := backend.unsupported(plan))]
-        if not reasons:
-            why = f"backend {candidate} on {platform}"
-            if name == "auto":
-                why += " (auto: " + "; ".join([*passed_over, _AUTO_NOTE[platform]]) + ")"
-            return Selection(backend, why)
-        passed_over.append(f"{candidate} cannot: {reasons[0]}")
-    raise ConfigError(
-        f"nvfp4.backend: got {name}: {'; '.join(passed_over)}; write nvfp4.backend: emulated, which runs every plan"
-    )
-
-
-_AUTO_NOTE = {
-    "cpu": "4-bit values are emulated exactly; a CPU has no FP4 units",
-    "tpu": "4-bit values are emulated exactly; a TPU has no FP4 units",
-    "gpu": "4-bit values are emulated exactly in BF16; this shows NVFP4's numerics, not its speed",
-}
+        reason = backend.unavailable(precision)
+        if reason is None:
+            return Selection(backend, f"backend {candidate} on {platform} (auto{''.join(notes)})")
+        notes.append(f"; not {candidate}: {reason}")
+    raise AssertionError("the last candidate runs everything")
 
 
 def create(name: str, platform: str) -> Backend:
     """Makes a backend for a platform by name."""
     if name not in _REGISTRY:
-        raise ConfigError(
-            f"nvfp4.backend: got {name}: no such backend; write one of {', '.join(NAMES)} or auto"
-        )
+        write = f"one of {', '.join(NAMES)} or auto"
+        raise ConfigError(problem("nvfp4.backend", name, "no such backend", write))
     backend: Backend = importlib.import_module(_REGISTRY[name]).create(platform)
     return backend

@@ -11,13 +11,14 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
+from maxtext_nvfp4.backends.composed import Composed
 from maxtext_nvfp4.hadamard import GROUP, random_hadamard
 from maxtext_nvfp4.plan import GemmPlan, OperandPlan, Precision
 from maxtext_nvfp4.quantize import Encoded, encode, full_block
 
 
 @dataclasses.dataclass(frozen=True)
-class Emulated:
+class Emulated(Composed):
     """Runs every plan on every platform.
 
     Attributes:
@@ -30,15 +31,10 @@ class Emulated:
     contract_last: bool
     name: str = "emulated"
 
-    def unsupported(self, plan: GemmPlan) -> str | None:
-        """Nothing is unsupported."""
-        del plan
-        return None
-
     def matmul(
         self, plan: GemmPlan, a: Array, b: Array, contract: tuple[int, int], key: Array | None
     ) -> Array:
-        """See `Backend.matmul`."""
+        """See `Composed.matmul`."""
         assert plan.a is not None
         assert plan.b is not None
         encoded_a = encode_operand(plan.a, a, contract[0], key, plan.precision)

@@ -10,27 +10,26 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
+from maxtext_nvfp4.backends.composed import Composed
 from maxtext_nvfp4.backends.emulated import encode_operand
-from maxtext_nvfp4.plan import GemmPlan
+from maxtext_nvfp4.plan import GemmPlan, Precision
 from maxtext_nvfp4.quantize import Encoded
 
 
 @dataclasses.dataclass(frozen=True)
-class Xla:
+class Xla(Composed):
     """NVFP4 as an XLA scaled dot product."""
 
     name: str = "xla"
 
-    def unsupported(self, plan: GemmPlan) -> str | None:
+    def unavailable(self, precision: Precision) -> str | None:
         """XLA's block scales are used for NVFP4 only."""
-        if plan.precision != "nvfp4":
-            return f"it multiplies nvfp4 only, not {plan.precision}"
-        return None
+        return None if precision == "nvfp4" else f"it multiplies nvfp4 only, not {precision}"
 
     def matmul(
         self, plan: GemmPlan, a: Array, b: Array, contract: tuple[int, int], key: Array | None
     ) -> Array:
-        """See `Backend.matmul`."""
+        """See `Composed.matmul`."""
         assert plan.a is not None
         assert plan.b is not None
         encoded_a = encode_operand(plan.a, a, contract[0], key, plan.precision)

@@ -32,9 +32,16 @@ def register() -> None:
     from maxtext.configs import pyconfig, types
     from maxtext.layers import quantizations
     from maxtext.trainers.pre_train import train
-    from maxtext.utils import model_creation_utils
+    from maxtext.utils import max_utils, model_creation_utils
 
-    from maxtext_nvfp4.integration.config import Nvfp4MaxTextConfig, check_keys, enabled, merged_keys
+    from maxtext_nvfp4.integration.config import (
+        Nvfp4MaxTextConfig,
+        check_keys,
+        enabled,
+        merged_keys,
+        remat_default,
+    )
+    from maxtext_nvfp4.integration.te_context import transformer_engine_context
     from maxtext_nvfp4.integration.train import wrap_loss_fn, wrap_train_step
 
     def with_mode(initialize: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,6 +50,7 @@ def register() -> None:
             if config_class is types.MaxTextConfig:
                 config_class = Nvfp4MaxTextConfig
                 check_keys(merged_keys(argv or [""], overrides))
+                overrides = remat_default(argv or [""], overrides) | overrides
             return initialize(argv, config_class=config_class, **overrides)
 
         return wrapped
@@ -60,6 +68,7 @@ def register() -> None:
     model_creation_utils.create_model = _attaching(model_creation_utils.create_model)
     train.train_step = wrap_train_step(train.train_step)
     train.loss_fn = wrap_loss_fn(train.loss_fn)
+    max_utils.transformer_engine_context = transformer_engine_context
     # MaxText takes every mode that is not Transformer Engine's for its old AQT and advises to leave it.
     logging.getLogger(types.__name__).addFilter(
         lambda record: "AQT quantization is deprecated" not in record.msg

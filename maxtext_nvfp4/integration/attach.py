@@ -5,10 +5,12 @@ module as its `quant_dot_general`. Parameters keep MaxText's structure, so check
 with stock MaxText.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +20,16 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from maxtext_nvfp4 import backends, policy
-from maxtext_nvfp4.dot_general import DimensionNumbers, Routine, routed_dot_general
+from maxtext_nvfp4.backends.fit import fit
+from maxtext_nvfp4.dot_general import DimensionNumbers, routed_dot_general
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.integration import sites
+from maxtext_nvfp4.integration.extents import find_extents
 from maxtext_nvfp4.integration.step import site_key
-from maxtext_nvfp4.plan import GEMMS, GemmPlan, SitePlan
-from maxtext_nvfp4.recipe import Recipe
+from maxtext_nvfp4.integration.te_context import name_mesh_axes
+from maxtext_nvfp4.plan import GEMMS, SitePlan
+from maxtext_nvfp4.recipe import Recipe, problem
+from maxtext_nvfp4.routine import Routine
 
 _ATTRIBUTE = "nvfp4_dot_general"
 
@@ -38,7 +44,10 @@ class LayerIndex(nnx.Cache):
 class Nvfp4DotGeneral(nnx.Module):
     """The matrix multiply of one linear layer, called by MaxText in place of `lax.dot_general`."""
 
-    def __init__(self, routine: Routine, site: str, layers: Sequence[int], stacked: bool):
+    def __init__(
+        self, backend: backends.Backend, routine: Routine, site: str, layers: Sequence[int], stacked: bool
+    ):
+        self.backend = backend
         self.routine = routine
         # Not the path's position among the sites: the noise of a layer must not change with its neighbours.
         self.site_id = zlib.crc32(site.encode())
@@ -56,6 +65,7 @@ class Nvfp4DotGeneral(nnx.Module):
         del precision, mutable
         layer = self.layer.get_value() if isinstance(self.layer, LayerIndex) else jnp.int32(self.layer)
         return routed_dot_general(
+            self.backend,
             self.routine,
             x,
             kernel,
@@ -80,39 +90,58 @@ class Resolution:
     high_precision: tuple[sites.HighPrecision, ...]
 
 
+_elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("nvfp4_elsewhere", default=False)
+
+
+@contextlib.contextmanager
+def for_another_machine() -> Iterator[None]:
+    """Within it a backend that is asked for by name is resolved even if it cannot run on this machine."""
+    token = _elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
 def resolve(model: nnx.Module, config: Any, recipe: Recipe) -> Resolution:
     """Applies a recipe to a (possibly abstract) model.
 
     Raises:
-      ConfigError: A rule matches nothing, a shape cannot be quantized, or the backend cannot run a plan.
+      ConfigError: A rule matches nothing, or the backend cannot run here or cannot run a GEMM.
     """
-    found = sites.to_sites(sites.find_linears(model))
+    linears = sites.find_linears(model)
+    found = sites.to_sites(linears)
     sites.check_layers(found, config.num_decoder_layers)
     plans = policy.resolve(recipe, found, config.num_decoder_layers)
-    tokens = config.micro_batch_size_to_train_on * config.max_target_length
-    if problems := policy.shape_problems(plans, tokens):
-        raise ConfigError("\n".join(problems))
-    selection = backends.select(recipe.backend, _gemm_plans(plans), jax.default_backend())
+    platform = jax.default_backend()
+    selection = backends.select(recipe.backend, recipe.format, platform, elsewhere=_elsewhere.get())
+    if selection.backend.name == "transformer_engine" and not config.shardy:
+        why = "backend transformer_engine is partitioned by Shardy only"
+        raise ConfigError(problem("shardy", False, why, "shardy: true"))
+    plans = fit(plans, find_extents(linears, config), selection.backend, recipe)
     return Resolution(plans, selection, tuple(sites.find_routed_experts(model)))
 
 
 def attach(model: nnx.Module, config: Any, recipe: Recipe) -> Resolution:
     """Resolves a recipe for a model and attaches its 4-bit multiplies, in place."""
     resolution = resolve(model, config, recipe)
+    if resolution.selection.backend.name == "transformer_engine" and not _elsewhere.get():
+        name_mesh_axes()
     plans = {plan.site.path: plan for plan in resolution.plans if plan.quantized}
     for linear in sites.find_linears(model):
         if linear.site not in plans:
             continue
-        routine = _routine(plans[linear.site], linear, resolution.selection.backend)
+        routine = _routine(plans[linear.site], linear)
         if not any(getattr(choice, gemm).quantized for choice in routine.choices for gemm in GEMMS):
             continue
-        module = Nvfp4DotGeneral(routine, linear.site, linear.layers, linear.stacked)
+        backend = resolution.selection.backend
+        module = Nvfp4DotGeneral(backend, routine, linear.site, linear.layers, linear.stacked)
         setattr(linear.module, _ATTRIBUTE, module)
         linear.module._quant_dot_general_name = _ATTRIBUTE
     return resolution
 
 
-def _routine(plan: SitePlan, linear: sites.Linear, backend: backends.Backend) -> Routine:
+def _routine(plan: SitePlan, linear: sites.Linear) -> Routine:
     """Narrows a site's plan to the layers of one module, indexed by decoder layer number."""
     by_layer = {
         layer: plan.choices[entry][0] for layer, entry in zip(plan.site.layers, plan.table, strict=True)
@@ -122,13 +151,9 @@ def _routine(plan: SitePlan, linear: sites.Linear, backend: backends.Backend) ->
         choices.index(by_layer[layer]) if layer in linear.layers else 0
         for layer in range(max(linear.layers) + 1)
     )
-    return Routine(choices, table, backend, _matmul_precision(linear.module.matmul_precision))
+    return Routine(choices, table, _matmul_precision(linear.module.matmul_precision))
 
 
 @functools.cache
 def _matmul_precision(name: str) -> lax.Precision:
     return lax.Precision(name)
-
-
-def _gemm_plans(plans: Sequence[SitePlan]) -> list[GemmPlan]:
-    return [getattr(choice, gemm) for plan in plans for choice, _ in plan.choices for gemm in GEMMS]

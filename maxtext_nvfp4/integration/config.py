@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import glob
-import importlib.util
 import os
 import re
 import traceback
@@ -18,10 +17,14 @@ import yaml  # type: ignore[import-untyped]
 from maxtext.configs import pyconfig, types
 from maxtext.utils.globals import MAXTEXT_ASSETS_ROOT
 
+from maxtext_nvfp4.backends import te_library
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.recipe import Recipe, load_recipe, problem, show
 
 MODE = "nvfp4"
+
+REMAT_POLICY = "minimal_with_context_and_quantization"
+"""The default of the mode on GPUs: it saves quantized tensors, so that none is quantized twice."""
 
 _EXCLUSIVE = {
     "use_qwix_quantization": False,
@@ -209,9 +212,9 @@ def check_run(argv: Sequence[str]) -> None:
         raise ConfigError(problem("attention", raw["attention"], why, write))
     for key, write in (("attention", "dot_product"), ("quantization", "nvfp4")):
         value = str(raw.get(key))
-        if value.startswith(("te_", "cudnn_flash_te")) and not importlib.util.find_spec("transformer_engine"):
-            why = "it needs Transformer Engine, which is not installed"
-            raise ConfigError(problem(key, value, why, f"{key}: {write}, or install transformer_engine"))
+        if value.startswith(("te_", "cudnn_flash_te")) and (absent := te_library.missing()):
+            write = f"{key}: {write}, or install Transformer Engine"
+            raise ConfigError(problem(key, value, absent, write))
     alone = raw.get("skip_jax_distributed_system") or raw.get("enable_single_controller")
     missing = [name for name in _CPU_JOB if name not in os.environ]
     if raw.get("hardware") == "cpu" and not alone and missing and not jax.distributed.is_initialized():
@@ -255,6 +258,7 @@ def load_config(argv: Sequence[str], **overrides: Any) -> pyconfig.HyperParamete
         check_keys({**given, **overrides})
         for key in overrides.keys() & given.keys():  # an override must not hide a mistake
             _check_type(key, given[key])
+        overrides = remat_default(argv, overrides) | overrides
         return pyconfig.initialize(list(argv), config_class=Nvfp4MaxTextConfig, **overrides)
 
 
@@ -269,8 +273,9 @@ def _check_type(key: str, value: object) -> None:
 def merged_keys(argv: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """All keys of the YAML file, its base configs and the command line, before MaxText's defaults act."""
     config, arguments = omegaconf.OmegaConf.create(), list(argv[1:])
-    if arguments and arguments[0].endswith(".yml"):  # MaxText knows no other ending
-        config = _read(pyconfig.resolve_config_path(arguments.pop(0)))
+    if arguments and arguments[0].endswith(".yml"):
+        _chain(argv)  # refuses what MaxText would trip over
+        config = pyconfig._load_config(pyconfig.resolve_config_path(arguments.pop(0)))
         config.pop(pyconfig._BASE_CONFIG_ATTR, None)
     for argument in arguments:
         _check_argument(argument)
@@ -281,10 +286,39 @@ def merged_keys(argv: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, 
     return {str(key): value for key, value in container.items()}
 
 
-def _read(path: str) -> omegaconf.DictConfig:
-    """What MaxText reads from a file and those it is based on, after a check of each that is the user's."""
-    name, chain = path, [os.path.realpath(path)]
+def remat_default(argv: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, str]:
+    """The remat policy of the mode on GPUs, unless the user's file or command line has one.
+
+    Args:
+      argv: As for `load_config`.
+      overrides: Values that win over the file.
+
+    Returns:
+      The key and its value; nothing where MaxText's default holds.
+    """
+    raw = merged_keys(argv, overrides)
+    section = raw.get("nvfp4") or {}
+    backend = section.get("backend", "auto")
+    on_gpu = backend == "auto" and str(raw.get("hardware")).startswith("gpu")
+    if raw.get("quantization") != MODE or not (on_gpu or backend == "transformer_engine"):
+        return {}
+    given = {key for path in _chain(argv) for key in _keys_of(path)}
+    given |= {argument.partition("=")[0] for argument in argv[1:]} | overrides.keys()
+    return {} if "remat_policy" in given else {"remat_policy": REMAT_POLICY}
+
+
+def _chain(argv: Sequence[str]) -> list[str]:
+    """The user's file of an argv and the files it is based on, without MaxText's own base configs.
+
+    Raises:
+      ConfigError: A file that cannot be read, is no config, or is based on itself.
+    """
+    if len(argv) < 2 or not argv[1].endswith(".yml"):  # MaxText knows no other ending
+        return []
+    path = name = pyconfig.resolve_config_path(argv[1])
+    chain: list[str] = []
     while Path(name).parent != _CONFIGS:
+        chain.append(name)
         base = _keys_of(name).get(pyconfig._BASE_CONFIG_ATTR)
         if base is None:
             break
@@ -296,12 +330,11 @@ def _read(path: str) -> omegaconf.DictConfig:
             why = f"no such file beside {path}, nor among MaxText's configs"
             near = _nearest(base, [file.name for file in _CONFIGS.glob("*.yml")]) or "base.yml"
             raise ConfigError(problem("base_config", base, why, f"base_config: {near}"))
-        if os.path.realpath(name) in chain:
+        if os.path.realpath(name) in map(os.path.realpath, chain):
             raise ConfigError(
                 problem("base_config", base, "the file is based on itself", "base_config: base.yml")
             )
-        chain.append(os.path.realpath(name))
-    return pyconfig._load_config(path)
+    return chain
 
 
 def _keys_of(path: str) -> dict[Any, Any]:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from maxtext_nvfp4.errors import ConfigError
-from maxtext_nvfp4.integration.attach import Resolution, resolve
+from maxtext_nvfp4.integration.attach import Resolution, for_another_machine, resolve
 from maxtext_nvfp4.integration.config import (
     enabled,
     load_config,
@@ -82,7 +82,7 @@ class Report:
 
     def to_text(self) -> str:
         """The report as a table for people."""
-        cells = [("site", "layers", *GEMMS, "why not 4-bit")]
+        cells = [("site", "layers", *GEMMS, "reason")]
         cells += [
             (row.path, row.layers, *(getattr(row.plan, gemm).precision for gemm in GEMMS), row.reason)
             for row in self.rows
@@ -185,7 +185,7 @@ def explain(argv: Sequence[str]) -> Report:
         given = getattr(config.quantization, "value", config.quantization)
         why = "there is no NVFP4 recipe to explain"
         raise ConfigError(problem("quantization", given, why, "quantization: nvfp4"))
-    with raising_setup_errors():
+    with raising_setup_errors(), for_another_machine():
         return of_config(config)
 
 

@@ -11,6 +11,8 @@ SEAMS = {
     "maxtext.configs.pyconfig": (
         "initialize",
         "initialize_pydantic",
+        "resolve_config_path",
+        "_BASE_CONFIG_ATTR",
         "_handle_config_exception",
         "_load_config",
     ),
@@ -26,6 +28,7 @@ SEAMS = {
         "record_goodput",
         "maybe_monitor_goodput",
     ),
+    "maxtext.utils.max_utils": ("transformer_engine_context",),
     "maxtext.utils.maxtext_utils": ("calculate_tflops_training_per_device",),
     "maxtext.utils.model_creation_utils": ("create_model", "create_nnx_abstract_model"),
 }
