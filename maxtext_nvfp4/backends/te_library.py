@@ -28,6 +28,9 @@ CAPABILITIES = ("10.0", "10.3")
 Others pass Transformer Engine's own check and then round to zero or fall back silently (12.0, 12.1).
 """
 
+_process = contextlib.ExitStack()
+"""Closed with the process: a context that nothing refers to is left at once."""
+
 
 def unavailable() -> str | None:
     """What is missing to run it on this machine, in words; None if nothing is."""
@@ -85,7 +88,7 @@ def load() -> types.SimpleNamespace:
     if sharding._GLOBAL_MESH_RESOURCE is None:
         # It asks for the roles of the mesh axes when XLA partitions its calls, after tracing and outside
         # any context of a caller: hence for the rest of the process.
-        contextlib.ExitStack().enter_context(sharding.global_shard_guard(sharding.MeshResource()))
+        _process.enter_context(sharding.global_shard_guard(sharding.MeshResource()))
     return types.SimpleNamespace(
         calls=cpp_extensions,
         sharding=sharding,

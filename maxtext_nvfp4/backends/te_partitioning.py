@@ -8,6 +8,7 @@ Two faults of its 2.20 in the programs that MaxText makes, both shown in tests/t
   annotations, which XLA refuses once the program is partitioned.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ def correct() -> None:
 
 
 def _corrected(partition: Callable[..., Any], is_quantization: bool) -> Callable[..., Any]:
+    @functools.wraps(partition)
     def corrected(*arguments: Any) -> tuple[Any, Callable[..., Any], Any, tuple[Any, ...]]:
         *_, operands, _ = arguments
         mesh, on_shard, results, shardings = partition(*arguments)

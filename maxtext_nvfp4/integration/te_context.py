@@ -14,6 +14,9 @@ _ROLES = {
     "ep_resource": "expert",
 }
 
+_process = contextlib.ExitStack()
+"""Closed with the process: a context that nothing refers to is left at once."""
+
 
 def _guard() -> Any:
     from transformer_engine.jax.sharding import MeshResource, global_shard_guard
@@ -45,4 +48,4 @@ def name_mesh_axes() -> None:
 
     Transformer Engine asks for them when XLA partitions its calls, which is after tracing.
     """
-    contextlib.ExitStack().enter_context(_guard())
+    _process.enter_context(_guard())

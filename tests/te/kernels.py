@@ -5,12 +5,16 @@ a kernel is written here, literally, after the scale chain of docs/numerics.md. 
 host devices, which its JAX fallback does not reach: there XLA partitions plain operations.
 """
 
+import contextlib
 import importlib
 import math
+import os
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
-from harness import load
+from harness import blackwell, load
 from jax import numpy as jnp
 from jax.interpreters import mlir
 
@@ -18,9 +22,9 @@ from maxtext_nvfp4 import formats
 from maxtext_nvfp4.hadamard import random_hadamard
 
 te = load()
-te_amax, te_gemm, te_quantization = (
+te_amax, te_base, te_gemm, te_quantization = (
     importlib.import_module(f"transformer_engine.jax.cpp_extensions.{name}")
-    for name in ("amax", "gemm", "quantization")
+    for name in ("amax", "base", "gemm", "quantization")
 )
 
 FLT_MAX = float(jnp.finfo(jnp.float32).max)
@@ -54,11 +58,13 @@ def encode(
     return codes.astype(jnp.float4_e2m1fn), jnp.repeat(scales, step, axis=0).astype(jnp.float8_e4m3fn)
 
 
-def padded(scales: jax.Array, aval: Any) -> jax.Array:
-    """The scales in the shape of an output, which matrices of few rows or columns do not fill."""
-    if scales.size == math.prod(aval.shape):
-        return scales.reshape(aval.shape)
-    return jnp.zeros(aval.shape, aval.dtype).at[: scales.shape[0], : scales.shape[1]].set(scales)
+def padded(scales: jax.Array, aval: Any, rows: int) -> jax.Array:
+    """The scales in the shape of an output, whose first `rows` axes are the rows of the matrix.
+
+    Matrices of few rows or columns do not fill it.
+    """
+    full = jnp.zeros((math.prod(aval.shape[:rows]), math.prod(aval.shape[rows:])), aval.dtype)
+    return full.at[: scales.shape[0], : scales.shape[1]].set(scales).reshape(aval.shape)
 
 
 def quantize(
@@ -70,18 +76,19 @@ def quantize(
         *(jax.core.ShapedArray(value.shape, value.dtype) for value in operands), **params
     )
     square = params["scaling_mode"] == te.ScalingMode.NVFP4_2D_SCALING.value
-    flat = matrix(x, params["flatten_axis"] % x.ndim)
+    rows = params["flatten_axis"] % x.ndim
+    flat = matrix(x, rows)
     state = state.reshape(-1)[:4] if params["stochastic_rounding"] else None
     outputs = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
     outputs[4] = amax
     codes, scales = encode(flat, amax, square, state)
-    outputs[0], outputs[2] = codes.reshape(avals[0].shape), padded(scales, avals[2])
+    outputs[0], outputs[2] = codes.reshape(avals[0].shape), padded(scales, avals[2], rows)
     if params["q_layout"].has_colwise:
         if params["use_rht"]:
             flat, amax = random_hadamard(flat, 0), post_rht_amax
         other = None if state is None else state ^ jnp.uint32(0x9E3779B9)  # other noise than along rows
         codes, scales = encode(flat.T, amax, square, other)
-        outputs[1], outputs[3] = codes.reshape(avals[1].shape), padded(scales, avals[3])
+        outputs[1], outputs[3] = codes.reshape(avals[1].shape), padded(scales, avals[3], x.ndim - rows)
     return outputs
 
 
@@ -106,10 +113,8 @@ def gemm(
 
     def decoded(values: jax.Array, scales: jax.Array, axes: tuple[int, ...]) -> jax.Array:
         codes = matrix(values.astype(jnp.float32), min(axes))
-        rows, columns = codes.shape
-        if scales.size != codes.size // 16:
-            scales = scales[:rows, : columns // 16]
-        return codes * jnp.repeat(scales.astype(jnp.float32).reshape(rows, -1), 16, axis=1)
+        scales = matrix(scales, min(axes))[: codes.shape[0], : codes.shape[1] // 16]
+        return codes * jnp.repeat(scales.astype(jnp.float32), 16, axis=1)
 
     lhs_axes, rhs_axes = params["contracting_dims"]
     product = decoded(lhs, lhs_scale, lhs_axes) @ decoded(rhs, rhs_scale, rhs_axes).T
@@ -117,10 +122,17 @@ def gemm(
     return [product, jnp.zeros(workspace.shape, workspace.dtype)]
 
 
-for primitive, kernel in (
-    (te_quantization.QuantizePrimitive, quantize),
-    (te_amax.RHTAmaxCalculationPrimitive, rht_amax),
-    (te_gemm.GemmPrimitive, gemm),
-):
-    lowering = mlir.lower_fun(kernel, multiple_results=True)
-    mlir.register_lowering(primitive.inner_primitive, lowering, platform="cpu")
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """Runs Transformer Engine's calls on CPUs."""
+    lowerings = (
+        (te_quantization.QuantizePrimitive, quantize),
+        (te_amax.RHTAmaxCalculationPrimitive, rht_amax),
+        (te_gemm.GemmPrimitive, gemm),
+    )
+    for primitive, kernel in lowerings:
+        lowering = mlir.lower_fun(kernel, multiple_results=True)
+        mlir.register_lowering(primitive.inner_primitive, lowering, platform="cpu")
+    # XLA's CPU compiler stops at a sum of bfloat16 over devices; this is Transformer Engine's own switch.
+    with blackwell(), mock.patch.dict(os.environ, {"NVTE_JAX_ALL_REDUCE_IN_FP32": "1"}):
+        yield
