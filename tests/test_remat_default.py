@@ -1,0 +1,56 @@
+"""On GPUs the mode's remat policy saves quantized tensors, unless the user has chosen one.
+
+Answers MaxText #2773 and #3185, TE #2356 and #2658: quantization replayed in the backward pass.
+"""
+
+import pytest
+from maxtext_models import BASE, TINY
+
+from maxtext_nvfp4.integration import register
+from maxtext_nvfp4.integration.config import REMAT_POLICY, load_config, remat_default
+
+register()
+GPU = {"quantization": "nvfp4", "hardware": "gpu"}
+TE = {"quantization": "nvfp4", "nvfp4": {"backend": "transformer_engine"}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "chosen"),
+    [
+        (GPU, True),
+        ({**GPU, "hardware": "gpu_multiprocess"}, True),
+        (TE, True),
+        ({**GPU, "nvfp4": {"backend": "emulated"}}, False),
+        ({**GPU, "hardware": "cpu"}, False),
+        ({**GPU, "quantization": "te_nvfp4"}, False),
+        ({"hardware": "gpu"}, False),
+    ],
+)
+def test_the_policy_is_for_gpus(keys, chosen):
+    assert remat_default(["", BASE], keys) == ({"remat_policy": REMAT_POLICY} if chosen else {})
+
+
+@pytest.mark.parametrize("where", ["file", "base of the file", "command line", "keyword"])
+def test_a_choice_of_the_users_wins(where, tmp_path):
+    file, base = tmp_path / "run.yml", tmp_path / "base-of-mine.yml"
+    choice = "remat_policy: full\n"
+    base.write_text("base_config: base.yml\n" + choice * (where == "base of the file"))
+    file.write_text(
+        f"base_config: {base.name}\nquantization: nvfp4\nnvfp4: {{backend: transformer_engine}}\n"
+        + choice * (where == "file")
+    )
+    argv = ["", str(file), *(["remat_policy=full"] * (where == "command line"))]
+    keywords = {"remat_policy": "full"} if where == "keyword" else {}
+    assert remat_default(argv, keywords) == {}
+    config = load_config(
+        argv, **{key: value for key, value in TINY.items() if key not in keywords}, **keywords
+    )
+    assert config.remat_policy == "full"
+    if where == "base of the file":
+        base.write_text("base_config: base.yml\n")
+        assert load_config(argv, **TINY).remat_policy == REMAT_POLICY
+
+
+def test_maxtexts_own_default_holds_elsewhere():
+    assert load_config(["", BASE], **TINY, quantization="nvfp4").remat_policy == "full"
+    assert load_config(["", BASE], **TINY).remat_policy == "full"
