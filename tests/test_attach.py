@@ -334,7 +334,7 @@ def test_tokens_of_a_microbatch_are_checked():
     Decoder(batch=2, length=24)
     with pytest.raises(
         ConfigError,
-        match=r"self_attention/out: backend emulated cannot run in 4 bits wgrad: M=24 \(tokens\) is not",
+        match=r"self_attention/out: backend emulated cannot run in 4 bits: wgrad: M=24 \(tokens\) is not",
     ):
         Decoder(batch=1, length=24)
     rules = [{"module": "*", "wgrad": "bf16"}]

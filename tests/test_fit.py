@@ -95,7 +95,7 @@ def test_sizes_that_do_not_divide_into_blocks(section, k, n, tokens, faults):
     rule = "{module: mlp/wi_0, " + ", ".join(f"{gemm}: bf16" for gemm in gemms) + "}"
     for policy in ("error", "no_hadamard"):  # the transform has no part in it
         assert refusal(section | {"on_unsupported": policy}, *arguments) == (
-            f"decoder/layers/mlp/wi_0: backend emulated cannot run in 4 bits {faults}; "
+            f"decoder/layers/mlp/wi_0: backend emulated cannot run in 4 bits: {faults}; "
             f"write nvfp4.on_unsupported: bf16, or the rule {rule} first in nvfp4.rules"
         )
     assert all(row[GEMMS.index(gemm)] == "bf16" for gemm in gemms for row in precisions(before[0]))

@@ -85,6 +85,6 @@ def _problem(path: str, name: str, layers: Sequence[LayerPlan], extent: Extent, 
     if not any(backend.unsupported(_without_hadamard(layer), extent) for layer in layers):
         ways.insert(0, "nvfp4.on_unsupported: no_hadamard")
     return (
-        f"{path}: backend {backend.name} cannot run in 4 bits {'; '.join(_texts(faults))}; "
+        f"{path}: backend {backend.name} cannot run in 4 bits: {'; '.join(_texts(faults))}; "
         f"write {', or '.join(ways)}"
     )
