@@ -14,7 +14,7 @@ unset PYTHONDONTWRITEBYTECODE
 
 if [[ ${1:-} == te ]]; then
     "$ROOT/scripts/install_te.sh"
-    exec "$bin/python" -m pytest tests/te "${@:2}"
+    exec "$bin/python" -m pytest tests/te --numprocesses 2 --dist loadfile "${@:2}"
 fi
 if (($# > 0)); then
     ignore=(--ignore tests/te)

@@ -13,6 +13,7 @@ policies save: then the backward pass quantizes nothing again.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -63,9 +64,20 @@ class TransformerEngine:
         self, routine: Routine, x: Array, w: Array, contracted: int, entry: Array | None, key: Array | None
     ) -> Array:
         """See `Backend.dot`."""
-        matmul = _Matmul(routine, x.ndim - contracted, contracted, w.ndim - contracted)
-        y: Array = _dot(matmul, x, w, entry, key)
-        return y
+        rows, inputs, features = x.shape[: x.ndim - contracted], w.shape[:contracted], w.shape[contracted:]
+        m, k, n = map(_blockable, (rows, inputs, features))
+        y: Array = _dot(
+            _Matmul(routine, len(m), len(k), len(n)), x.reshape(*m, *k), w.reshape(*k, *n), entry, key
+        )
+        return y.reshape(*rows, *features)
+
+
+def _blockable(axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes themselves, or all of them as one where the last does not hold whole blocks.
+
+    Transformer Engine takes its blocks from the last of several axes. Separate axes are easier to shard.
+    """
+    return axes if axes and axes[-1] % _BLOCK == 0 else (math.prod(axes),)
 
 
 def _ignored(gemm: Gemm, plan: LayerPlan) -> list[str]:

@@ -7,7 +7,6 @@ listed in `corrected_fallback`.
 import contextlib
 import ctypes
 import ctypes.util
-import functools
 import os
 import pathlib
 import re
@@ -23,6 +22,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from maxtext_nvfp4.backends import te_library
+from maxtext_nvfp4.recipe import Recipe
 
 TESTS = str(pathlib.Path(__file__).parents[1])
 if TESTS not in sys.path:  # in the processes of `on_devices`
@@ -63,7 +63,7 @@ def blackwell() -> Iterator[None]:
     with (
         mock.patch.object(transformer_engine_jax, "get_device_compute_capability", capability),
         mock.patch.object(_GEMM_MODULE, "get_device_compute_capability", capability),
-        mock.patch.object(te_library, "unavailable", lambda: None),
+        mock.patch.object(te_library, "unavailable", return_value=None),
     ):
         forget()
         try:
@@ -143,7 +143,9 @@ def lower_for_cuda(function: Any, *arguments: Any) -> str:
     return function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-CALL = re.compile(r"stablehlo\.custom_call @(te_\w+)\((?P<operands>[^)]*)\) \{(?P<attributes>.*)\} : (?P<types>.*)$")
+CALL = re.compile(
+    r"stablehlo\.custom_call @(te_\w+)\((?P<operands>[^)]*)\) \{(?P<attributes>.*)\} : (?P<types>.*)$"
+)
 
 
 def te_calls(program: str) -> list[dict[str, Any]]:
@@ -180,6 +182,9 @@ LEGAL: dict[str, Any] = {
     "base_num_decoder_layers": 2,
 }
 """Keys of a small MaxText model whose every linear layer Transformer Engine takes."""
+
+BARE: dict[str, Any] = {"backend": "transformer_engine"}
+"""Section `nvfp4` of a run with nothing around its GEMMs."""
 
 
 def stored(tensor: Any) -> tuple[np.ndarray, np.ndarray, float]:
