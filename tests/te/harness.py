@@ -22,7 +22,6 @@ from jax import lax
 from jax import numpy as jnp
 
 from maxtext_nvfp4.backends import te_library
-from maxtext_nvfp4.recipe import Recipe
 
 TESTS = str(pathlib.Path(__file__).parents[1])
 if TESTS not in sys.path:  # in the processes of `on_devices`
