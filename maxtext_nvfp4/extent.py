@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from maxtext_nvfp4.plan import GEMMS, Gemm, GemmPlan, LayerPlan
 
-MEANING = {"K": "input features", "N": "output features", "M": "tokens"}
+MEANING = {"K": "input features", "N": "output features", "M": "tokens", "S": "tokens of a sequence"}
 
 _AXES: dict[Gemm, tuple[str, str, str]] = {
     "fprop": ("K", "M", "N"),
@@ -21,7 +21,8 @@ class Extent:
 
     Attributes:
       whole: Sizes of the whole arrays; without M where the tokens of a microbatch are not known.
-      shard: Sizes of the parts of activation [M, K] and gradient [M, N] on one device.
+      shard: Sizes of the parts of activation [M, K] and gradient [M, N] on one device; S, where known, of the
+        part of a sequence.
       weight_shard: Sizes K and N of the part of the weight on one device.
       dtype: Of all three.
     """

@@ -28,7 +28,7 @@ def extents(**keys):
 def test_one_device():
     found = extents(gradient_accumulation_steps=2)
     for path, k, n in ((WO, 512, 256), (QUERY, 256, 512)):
-        sizes = {"M": 2 * 64, "K": k, "N": n}
+        sizes = {"M": 2 * 64, "S": 64, "K": k, "N": n}
         assert found[path].whole == found[path].shard == sizes
         assert found[path].weight_shard == {"K": k, "N": n}
         assert found[path].dtype == "bfloat16"
@@ -53,7 +53,8 @@ def test_one_device():
 def test_axes_of_a_mesh(mesh, tokens, parts, weight):
     """Tokens of a device do not depend on how many devices share the batch: per_device_batch_size says them."""
     found = extents(**mesh)[WO]
-    assert found.shard == {"M": tokens, "K": 512 // parts, "N": 256 // parts}
+    sequence = 32 if {"ici_context_parallelism", "ici_tensor_sequence_parallelism"} & mesh.keys() else 64
+    assert found.shard == {"M": tokens, "S": sequence, "K": 512 // parts, "N": 256 // parts}
     assert found.weight_shard == weight
 
 

@@ -185,6 +185,13 @@ def test_sizes_of_one_device_decide():
     fitted({}, site, 1024, EMULATED, shard={"M": 32}, weight_shard={"K": 8})
 
 
+def test_a_device_needs_whole_blocks_of_a_sequence():
+    site = [sized(1024, 1024)]
+    text = refusal({"hadamard": "none"}, site, 1024, TE, shard={"S": 8})
+    assert f"S=8 (tokens of a sequence {LOCAL}) is not a multiple of 16" in text
+    fitted({}, site, 1024, TE, shard={"S": 16})
+
+
 def test_float32_is_refused():
     site = [sized(128, 128)]
     for policy in ("error", "no_hadamard"):

@@ -110,6 +110,8 @@ def _misshapen(gemm: Gemm, plan: LayerPlan, extent: Extent) -> list[str]:
     """Sizes on one device, and types, that the kernels of a GEMM do not take."""
     tiles = _HADAMARD_TILE if gemm == "wgrad" and _hadamard(plan.wgrad) else dict.fromkeys("MKN", _TILE)
     found = [not_multiple(extent.shard, axis, tile, " on one device") for axis, tile in tiles.items()]
+    if extent.whole.get("S", 0) % _BLOCK == 0:  # otherwise the axes of the tokens are merged
+        found.append(not_multiple(extent.shard, "S", _BLOCK, " on one device"))
     if gemm != "wgrad":
         found += [not_multiple(extent.weight_shard, axis, _BLOCK, " of a weight shard") for axis in "KN"]
     if extent.dtype != "bfloat16":

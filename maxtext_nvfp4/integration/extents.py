@@ -44,8 +44,13 @@ def find_extents(linears: Iterable[Linear], config: Any) -> dict[str, Extent]:
         inputs = len(module.in_features_shape)
         k, n = math.prod(module.in_features_shape), math.prod(module.out_features_shape)
         extents[linear.site] = Extent(
-            whole={"M": tokens, "K": k, "N": n},
-            shard={"M": local_tokens, "K": _split(k, parts(_FEATURES)), "N": _split(n, parts(_FEATURES))},
+            whole={"M": tokens, "S": length, "K": k, "N": n},
+            shard={
+                "M": local_tokens,
+                "S": _split(length, parts(_TOKENS[1:])),
+                "K": _split(k, parts(_FEATURES)),
+                "N": _split(n, parts(_FEATURES)),
+            },
             weight_shard={
                 "K": _split(k, parts(module.kernel_axes[:inputs])),
                 "N": _split(n, parts(module.kernel_axes[inputs:])),
