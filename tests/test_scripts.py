@@ -289,7 +289,8 @@ def test_arguments_go_to_pytest_alone(checks) -> None:
 
 def test_tests_of_transformer_engine_run_when_named(copy: Path, checks) -> None:
     executable(copy / "scripts" / "install_te.sh", "#!/bin/sh\necho installed\n")
-    assert checks("te", "-k", "a").stdout == "installed\npython -m pytest tests/te -k a\n"
+    two = "--numprocesses 2 --dist loadfile"
+    assert checks("te", "-k", "a").stdout == f"installed\npython -m pytest tests/te {two} -k a\n"
     assert checks("tests/te/test_x.py").stdout == "python -m pytest tests/te/test_x.py\n"
 
 
