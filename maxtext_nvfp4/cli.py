@@ -94,7 +94,8 @@ def _train(arguments: argparse.Namespace) -> int:
     from maxtext_nvfp4.integration import register
 
     register()
-    from maxtext_nvfp4.integration.config import check_run, raising_setup_errors
+    from maxtext_nvfp4.integration.config_checks import check_run
+    from maxtext_nvfp4.integration.config_errors import raising_setup_errors
     from maxtext_nvfp4.integration.run import train
 
     check_run(argv)

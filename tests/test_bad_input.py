@@ -511,21 +511,21 @@ def test_explain_takes_what_another_machine_would_run(keys, tmp_path, capsys):
 
 
 def test_a_programming_error_is_not_hidden():
-    from maxtext_nvfp4.integration import config
+    from maxtext_nvfp4.integration import config_errors
 
-    with pytest.raises(ZeroDivisionError), config.raising_setup_errors():
+    with pytest.raises(ZeroDivisionError), config_errors.raising_setup_errors():
         _ = 1 / 0
-    with pytest.raises(ValueError, match="ours"), config.raising_setup_errors():
-        exec(compile("raise ValueError('ours')", str(Path(config.__file__)), "exec"))
+    with pytest.raises(ValueError, match="ours"), config_errors.raising_setup_errors():
+        exec(compile("raise ValueError('ours')", str(Path(config_errors.__file__)), "exec"))
 
 
 def test_names_of_choices_are_those_of_maxtext():
     from maxtext.configs import pyconfig_deprecated
     from maxtext.layers import attention_op, nnx_decoders
 
-    from maxtext_nvfp4.integration import config
+    from maxtext_nvfp4.integration import config_checks
 
-    attention = set(config._CHOICES["attention"])
+    attention = set(config_checks._CHOICES["attention"])
     with pytest.raises(ValueError, match="attention kernel") as refused:
         pyconfig_deprecated.validate_attention_kernel("none such")
     assert set(refused.value.args[1]) <= attention
@@ -539,10 +539,10 @@ def test_names_of_choices_are_those_of_maxtext():
             keys = {"scan_layers": False, "tensors_on_device": [], "tensors_to_offload": []}
             self.config = types.SimpleNamespace(remat_policy=remat_policy, **keys)
 
-    for name in config._CHOICES["remat_policy"]:
+    for name in config_checks._CHOICES["remat_policy"]:
         nnx_decoders.NNXDecoder.get_remat_policy(Decoder(name))
     source = inspect.getsource(nnx_decoders.NNXDecoder.get_remat_policy)
     in_maxtext = set(re.findall(r'remat_policy (?:==|in) (?:"(\w+)"|\{"(\w+)", "(\w+)"\})', source))
     assert {name for names in in_maxtext for name in names if name} - {"none"} <= set(
-        config._CHOICES["remat_policy"]
+        config_checks._CHOICES["remat_policy"]
     )

@@ -8,10 +8,15 @@ from maxtext_models import BASE, TINY
 
 from maxtext_nvfp4.integration import register
 from maxtext_nvfp4.integration.config import REMAT_POLICY, load_config, remat_default
+from maxtext_nvfp4.integration.config_files import chosen_keys, merged_keys
 
 register()
 GPU = {"quantization": "nvfp4", "hardware": "gpu"}
 TE = {"quantization": "nvfp4", "nvfp4": {"backend": "transformer_engine"}}
+
+
+def default(argv, keys):
+    return remat_default(merged_keys(argv, keys), chosen_keys(argv) | keys.keys())
 
 
 @pytest.mark.parametrize(
@@ -27,7 +32,7 @@ TE = {"quantization": "nvfp4", "nvfp4": {"backend": "transformer_engine"}}
     ],
 )
 def test_the_policy_is_for_gpus(keys, chosen):
-    assert remat_default(["", BASE], keys) == ({"remat_policy": REMAT_POLICY} if chosen else {})
+    assert default(["", BASE], keys) == ({"remat_policy": REMAT_POLICY} if chosen else {})
 
 
 @pytest.mark.parametrize("where", ["file", "base of the file", "command line", "keyword"])
@@ -41,7 +46,7 @@ def test_a_choice_of_the_users_wins(where, tmp_path):
     )
     argv = ["", str(file), *(["remat_policy=full"] * (where == "command line"))]
     keywords = {"remat_policy": "full"} if where == "keyword" else {}
-    assert remat_default(argv, keywords) == {}
+    assert default(argv, keywords) == {}
     config = load_config(
         argv, **{key: value for key, value in TINY.items() if key not in keywords}, **keywords
     )

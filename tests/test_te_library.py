@@ -34,12 +34,12 @@ def machine(monkeypatch):
                 return version
             return found(package)
 
-        def load():
+        def library():
             if not imports:
                 raise OSError("libcuda.so.1: cannot open shared object file: No such file or directory")
 
         monkeypatch.setattr(importlib.metadata, "version", versions)
-        monkeypatch.setattr(te_library, "load", load)
+        monkeypatch.setattr(te_library, "_import", library)
 
     return make
 

@@ -1,6 +1,6 @@
-"""The Transformer Engine library: whether it can be used here, and the three calls that are made to it.
+"""The Transformer Engine library: whether it can be used here, and the calls that are made to it.
 
-The only module that imports it, and only when it is needed.
+It is imported by the functions that need it, never by importing this module.
 """
 
 import contextlib
@@ -22,6 +22,9 @@ from maxtext_nvfp4.backends import te_partitioning
 OLDEST = (2, 20)
 """First version whose JAX calls are the ones made here; it also has the fix of a race between RHT amax kernels."""
 
+_NEEDED = f"it needs Transformer Engine {'.'.join(map(str, OLDEST))} or newer"
+_HOW = "see docs/transformer-engine.md"
+
 CAPABILITIES = ("10.0", "10.3")
 """Compute capabilities with stochastic rounding and transform in hardware: B200 and GB200, B300 and GB300.
 
@@ -38,16 +41,20 @@ def unavailable() -> str | None:
 
 
 def missing() -> str | None:
-    """What is missing to import it, in words; None if nothing is."""
-    needed = f"it needs Transformer Engine {'.'.join(map(str, OLDEST))} or newer"
-    how = "see docs/transformer-engine.md"
+    """What the installed one lacks for the calls made here, in words; None if nothing."""
+    found = _installed()
+    if found and tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        return f"{_NEEDED}, and {found} is installed ({_HOW})"
+    return absent()
+
+
+def absent() -> str | None:
+    """Why none can be imported, of whatever version, in words; None if one can be."""
     found = _installed()
     if found is None:
-        return f"{needed}, which is not installed ({how})"
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        return f"{needed}, and {found} is installed ({how})"
+        return f"{_NEEDED}, which is not installed ({_HOW})"
     try:
-        load()
+        _import()
     except (ImportError, OSError, RuntimeError) as error:
         return f"Transformer Engine {found} is installed but does not import: {error}"
     return None
@@ -72,23 +79,26 @@ def _wrong_device() -> str | None:
     return None
 
 
+def _import() -> types.ModuleType:
+    _preload_nccl()
+    return importlib.import_module("transformer_engine.jax.sharding")
+
+
 @functools.cache
 def load() -> types.SimpleNamespace:
-    """Imports it.
+    """Imports it and corrects its partitioning.
 
     Raises:
       ImportError, OSError, RuntimeError: As its import does; NVIDIA's driver library is missing, say.
     """
-    _preload_nccl()
-    from transformer_engine.jax import cpp_extensions, sharding
+    sharding = _import()
+    from transformer_engine.jax import cpp_extensions
     from transformer_engine.jax.quantize import NoScaleTensor, QuantizeLayout, ScalingMode
     from transformer_engine.jax.quantize.quantizer import NVFP4Quantizer
 
     te_partitioning.correct()
     if sharding._GLOBAL_MESH_RESOURCE is None:
-        # It asks for the roles of the mesh axes when XLA partitions its calls, after tracing and outside
-        # any context of a caller: hence for the rest of the process.
-        _process.enter_context(sharding.global_shard_guard(sharding.MeshResource()))
+        name_mesh_axes()
     return types.SimpleNamespace(
         calls=cpp_extensions,
         sharding=sharding,
@@ -97,6 +107,23 @@ def load() -> types.SimpleNamespace:
         ScalingMode=ScalingMode,
         QuantizeLayout=QuantizeLayout,
     )
+
+
+def mesh_axes(**roles: str) -> contextlib.AbstractContextManager[None]:
+    """A context in which mesh axes play roles, named as the fields of its `MeshResource`."""
+    sharding = _import()
+    guard: contextlib.AbstractContextManager[None] = sharding.global_shard_guard(
+        sharding.MeshResource(**roles)
+    )
+    return guard
+
+
+def name_mesh_axes(**roles: str) -> None:
+    """Gives mesh axes roles for the rest of the process.
+
+    It asks for them when XLA partitions its calls, which is after tracing and outside any context of a caller.
+    """
+    _process.enter_context(mesh_axes(**roles))
 
 
 def _preload_nccl() -> None:

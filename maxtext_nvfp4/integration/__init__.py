@@ -34,13 +34,9 @@ def register() -> None:
     from maxtext.trainers.pre_train import train
     from maxtext.utils import max_utils, model_creation_utils
 
-    from maxtext_nvfp4.integration.config import (
-        Nvfp4MaxTextConfig,
-        check_keys,
-        enabled,
-        merged_keys,
-        remat_default,
-    )
+    from maxtext_nvfp4.integration.config import Nvfp4MaxTextConfig, enabled, remat_default
+    from maxtext_nvfp4.integration.config_checks import check_keys
+    from maxtext_nvfp4.integration.config_files import chosen_keys, merged_keys
     from maxtext_nvfp4.integration.te_context import transformer_engine_context
     from maxtext_nvfp4.integration.train import wrap_loss_fn, wrap_train_step
 
@@ -49,8 +45,10 @@ def register() -> None:
         def wrapped(argv: Any = None, config_class: type = types.MaxTextConfig, **overrides: Any) -> Any:
             if config_class is types.MaxTextConfig:
                 config_class = Nvfp4MaxTextConfig
-                check_keys(merged_keys(argv or [""], overrides))
-                overrides = remat_default(argv or [""], overrides) | overrides
+                argv = argv or [""]
+                raw = merged_keys(argv, overrides)
+                check_keys(raw)
+                overrides = remat_default(raw, chosen_keys(argv) | overrides.keys()) | overrides
             return initialize(argv, config_class=config_class, **overrides)
 
         return wrapped

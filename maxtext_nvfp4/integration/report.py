@@ -11,14 +11,9 @@ import numpy as np
 
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.integration.attach import Resolution, for_another_machine, resolve
-from maxtext_nvfp4.integration.config import (
-    enabled,
-    load_config,
-    merged_keys,
-    raising_config_errors,
-    raising_setup_errors,
-    recipe_of,
-)
+from maxtext_nvfp4.integration.config import enabled, load_config, recipe_of
+from maxtext_nvfp4.integration.config_errors import raising_config_errors, raising_setup_errors
+from maxtext_nvfp4.integration.config_files import merged_keys
 from maxtext_nvfp4.plan import GEMMS, GemmPlan, LayerPlan, OperandPlan
 from maxtext_nvfp4.recipe import Recipe, problem
 

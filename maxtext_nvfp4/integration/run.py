@@ -27,7 +27,7 @@ def train(argv: Sequence[str]) -> str:
     register()
     from maxtext.trainers.pre_train import train as maxtext_train
 
-    from maxtext_nvfp4.integration.config import raising_config_errors
+    from maxtext_nvfp4.integration.config_errors import raising_config_errors
 
     with raising_config_errors():
         config, recorder = maxtext_train.initialize(list(argv))
