@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from maxtext_nvfp4.plan import GEMMS, Gemm, GemmPlan, LayerPlan
 
-MEANING = {"K": "input features", "N": "output features", "M": "tokens", "S": "tokens of a sequence"}
+MEANING = {"K": "input features", "N": "output features", "M": "tokens"}
 
 _AXES: dict[Gemm, tuple[str, str, str]] = {
     "fprop": ("K", "M", "N"),

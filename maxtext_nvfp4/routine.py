@@ -29,16 +29,19 @@ class Routine:
     table: tuple[int, ...]
     precision: lax.Precision = lax.Precision.DEFAULT
 
-    def check_key(self, key: Array | None) -> None:
-        """Raises ValueError if a GEMM of the backward pass rounds stochastically and there is no key."""
-        operands = {
-            operand
+    @property
+    def stochastic(self) -> bool:
+        """Whether a GEMM of the backward pass rounds stochastically in some layer."""
+        return any(
+            operand is not None and operand.stochastic
             for plan in self.choices
             for gemm in (plan.dgrad, plan.wgrad)
             for operand in (gemm.a, gemm.b)
-            if operand is not None
-        }
-        if key is None and any(operand.stochastic for operand in operands):
+        )
+
+    def check_key(self, key: Array | None) -> None:
+        """Raises ValueError if the backward pass rounds stochastically and there is no key."""
+        if key is None and self.stochastic:
             raise ValueError(
                 "gradients are rounded stochastically, which needs a key: pass key= to dot_general, run the "
                 "model inside maxtext_nvfp4.training_step(step), or set nvfp4.stochastic_rounding: none"

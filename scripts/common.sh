@@ -21,6 +21,15 @@ answers() {
     out=$("$@" 2>/dev/null) && [[ $out == "$want"* ]]
 }
 
+# Waits until no other set-up of this checkout runs; later ones wait until this script ends.
+lock_checkout() {
+    mkdir -p "$ROOT/.cache"
+    exec 9>"$ROOT/.cache/setup.lock"
+    flock --nonblock 9 && return
+    say "waiting for another set-up of this checkout"
+    flock 9
+}
+
 # Sets UV to a working uv: the one on PATH, else one installed by pip under .cache/, where it touches
 # no Python environment (which Debian and others protect). `find_uv pinned` takes only UV_VERSION.
 find_uv() {

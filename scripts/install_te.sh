@@ -72,11 +72,7 @@ wanted=$({
 } | sha256sum)
 up_to_date && exit 0
 
-exec 9>.cache/setup.lock
-if ! flock --nonblock 9; then
-    say "waiting for another set-up of this checkout"
-    flock 9
-fi
+lock_checkout
 up_to_date && exit 0
 
 start=$SECONDS

@@ -17,12 +17,7 @@ up_to_date() { [[ -x $VENV/bin/maxtext-nvfp4 && -x $VENV/bin/python && $(cat "$S
 
 up_to_date && exit 0
 
-mkdir -p .cache
-exec 9>.cache/setup.lock
-if ! flock --nonblock 9; then
-    say "waiting for another set-up of this checkout"
-    flock 9
-fi
+lock_checkout
 up_to_date && exit 0
 
 start=$SECONDS

@@ -31,7 +31,7 @@ def fitted(section, sites, tokens, backend=EMULATED, dtype="bfloat16", **shards)
     for site in sites:
         whole = {"K": site.k, "N": site.n} | ({} if tokens is None else {"M": tokens})
         extents[site.path] = Extent(
-            whole=whole,
+            whole=whole | shards.get("whole", {}),
             shard=whole | shards.get("shard", {}),
             weight_shard=whole | shards.get("weight_shard", {}),
             dtype=dtype,
@@ -187,9 +187,11 @@ def test_sizes_of_one_device_decide():
 
 def test_a_device_needs_whole_blocks_of_a_sequence():
     site = [sized(1024, 1024)]
-    text = refusal({"hadamard": "none"}, site, 1024, TE, shard={"S": 8})
-    assert f"S=8 (tokens of a sequence {LOCAL}) is not a multiple of 16" in text
-    fitted({}, site, 1024, TE, shard={"S": 16})
+    for part in (8, 192):
+        text = refusal({"hadamard": "none"}, site, 1024, TE, whole={"S": 1536}, shard={"S": part})
+        assert f"S={part} (tokens of a sequence {LOCAL}) is not 16, 32, 64 or a multiple of 128" in text
+    for whole, part in ((1536, 16), (1536, 64), (1536, 384), (192, 96)):
+        fitted({}, site, 1024, TE, whole={"S": whole}, shard={"S": part})
 
 
 def test_float32_is_refused():

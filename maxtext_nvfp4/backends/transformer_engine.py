@@ -33,7 +33,7 @@ CHECKPOINT_NAME = "quantization"
 type _Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 _ROW, _SQUARE = (1, 16), (16, 16)
-_BLOCK, _TILE = 16, 32
+_BLOCK, _TILE, _PADDING = 16, 32, 128
 _HADAMARD_TILE = {"M": 64, "K": 128, "N": 128}
 """What the sizes of an array must be multiples of for the fused transform and quantization."""
 
@@ -52,13 +52,7 @@ class TransformerEngine:
 
     def unsupported(self, plan: LayerPlan, extent: Extent) -> dict[Gemm, str]:
         """What Transformer Engine would ignore, or would stop at with an assertion, by GEMM."""
-        faults: dict[Gemm, str] = {}
-        for gemm in GEMMS:
-            if getattr(plan, gemm).quantized:
-                reasons = [*_ignored(gemm, plan), *_misshapen(gemm, plan, extent)]
-                if reasons:
-                    faults[gemm] = " and ".join(dict.fromkeys(reasons))
-        return faults
+        return _unsupported(plan, extent)
 
     def dot(
         self, routine: Routine, x: Array, w: Array, contracted: int, entry: Array | None, key: Array | None
@@ -72,12 +66,28 @@ class TransformerEngine:
         return y.reshape(*rows, *features)
 
 
-def _blockable(axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes themselves, or all of them as one where the last does not hold whole blocks.
+def _unsupported(plan: LayerPlan, extent: Extent) -> dict[Gemm, str]:
+    faults: dict[Gemm, str] = {}
+    for gemm in GEMMS:
+        if getattr(plan, gemm).quantized:
+            reasons = [*_ignored(gemm, plan), *_misshapen(gemm, plan, extent)]
+            if reasons:
+                faults[gemm] = " and ".join(dict.fromkeys(reasons))
+    return faults
 
-    Transformer Engine takes its blocks from the last of several axes. Separate axes are easier to shard.
+
+def _blockable(axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes themselves, or all of them as one where Transformer Engine could not lay out their scales.
+
+    Separate axes are easier to shard.
     """
-    return axes if axes and axes[-1] % _BLOCK == 0 else (math.prod(axes),)
+    return axes if axes and axes[-1] % _BLOCK == 0 and _fits_padding(axes[1:]) else (math.prod(axes),)
+
+
+def _fits_padding(axes: tuple[int, ...]) -> bool:
+    """Whether scales padded to 128 rows and 4 columns can be shaped like axes of which these are not the first."""
+    inner = math.prod(axes)
+    return inner % _PADDING == 0 or _PADDING % inner == 0
 
 
 def _ignored(gemm: Gemm, plan: LayerPlan) -> list[str]:
@@ -110,8 +120,9 @@ def _misshapen(gemm: Gemm, plan: LayerPlan, extent: Extent) -> list[str]:
     """Sizes on one device, and types, that the kernels of a GEMM do not take."""
     tiles = _HADAMARD_TILE if gemm == "wgrad" and _hadamard(plan.wgrad) else dict.fromkeys("MKN", _TILE)
     found = [not_multiple(extent.shard, axis, tile, " on one device") for axis, tile in tiles.items()]
-    if extent.whole.get("S", 0) % _BLOCK == 0:  # otherwise the axes of the tokens are merged
-        found.append(not_multiple(extent.shard, "S", _BLOCK, " on one device"))
+    sequence, part = extent.whole.get("S", 1), extent.shard.get("S", 1)
+    if _blockable((1, sequence)) == (1, sequence) and _blockable((1, part)) != (1, part):
+        found.append(f"S={part} (tokens of a sequence on one device) is not 16, 32, 64 or a multiple of 128")
     if gemm != "wgrad":
         found += [not_multiple(extent.weight_shard, axis, _BLOCK, " of a weight shard") for axis in "KN"]
     if extent.dtype != "bfloat16":
@@ -150,6 +161,16 @@ class _Matmul:
     contracted: int
     features: int
 
+    def evaluate(self, x: Array, w: Array, entry: Array | None) -> Array:
+        """Y alone, where there is no backward pass to quantize for."""
+
+        def branch(fprop: GemmPlan) -> Callable[[Array, Array], Array]:
+            plan = LayerPlan(fprop=fprop, dgrad=BF16, wgrad=BF16)
+            return lambda x, w: self._forward(plan, x, w)[0]
+
+        y: Array = self.routine.switch(lambda plan: plan.fprop, branch, entry, x, w)
+        return y
+
     def forward(self, x: Array, w: Array, entry: Array | None) -> tuple[Array, _Kept]:
         """y, and what the backward pass multiplies."""
         plans = self.routine.choices
@@ -177,7 +198,9 @@ class _Matmul:
     ) -> tuple[Array, Array]:
         """The gradients dx and dw; x and w themselves are read where a GEMM stays in high precision."""
         self.routine.check_key(key)
-        rng_state = None if key is None else te_library.rng_states(_gradient_key(key))
+        rng_state = None
+        if key is not None and self.routine.stochastic:
+            rng_state = te_library.rng_states(_gradient_key(key))
 
         def branch(gemms: tuple[GemmPlan, GemmPlan]) -> Callable[..., tuple[Array, Array]]:
             return functools.partial(self._backward, *gemms)
@@ -188,6 +211,7 @@ class _Matmul:
         return gradients
 
     def _forward(self, plan: LayerPlan, x: Array, w: Array) -> tuple[Array, _Kept]:
+        self._check(plan, x, w)
         x_columns = w_rows = None
         if plan.fprop.quantized or plan.wgrad.quantized:
             x_rows, x_columns = self._quantize_x(plan, x)
@@ -231,6 +255,17 @@ class _Matmul:
             with jax.named_scope("nvfp4_wgrad"):
                 dw = te_library.gemm(kept.x_columns, dy_columns, self._axes_dw)
         return dx, dw
+
+    def _check(self, plan: LayerPlan, x: Array, w: Array) -> None:
+        """Refuses in words what was not fitted to the sizes at hand, such as those of an evaluation."""
+        m, k, n = (
+            math.prod(axes)
+            for axes in (x.shape[: self.rows], w.shape[: self.contracted], w.shape[self.contracted :])
+        )
+        sizes = {"M": m, "K": k, "N": n}
+        if faults := _unsupported(plan, Extent.on_one_device(sizes, x.dtype.name)):
+            why = "; ".join(f"{gemm}: {reason}" for gemm, reason in faults.items())
+            raise ValueError(f"Transformer Engine cannot run in 4 bits: {why}")
 
     def _quantize_x(self, plan: LayerPlan, x: Array) -> te_library.Quantized:
         return te_library.quantize(
@@ -282,7 +317,7 @@ def _gradient_key(key: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(matmul: _Matmul, x: Array, w: Array, entry: Array | None, key: Array | None) -> Array:
-    return matmul.forward(x, w, entry)[0]
+    return matmul.evaluate(x, w, entry)
 
 
 def _dot_fwd(

@@ -1,6 +1,7 @@
 """Sizes of each site's arrays, whole and as one device of the run holds them.
 
-They follow from the config alone, so that they are the same before a run, on any machine, as in it.
+They follow from the config, so that they are the same before a run, on any machine, as in it; but for a
+parallelism of -1, which takes what devices there are.
 """
 
 import math

@@ -22,7 +22,7 @@ import pytest
 from jax import numpy as jnp
 from maxtext.layers import quantizations
 from maxtext.utils import max_utils
-from maxtext_models import Trainer
+from maxtext_models import MIXTURE, Trainer
 from traced_gemms import Walk, equations, walked
 from transformer_engine.common.recipe import NVFP4BlockScaling
 
@@ -551,16 +551,12 @@ def test_without_random_rounding_the_program_is_that_of_stock(scan, ours):
 
 # Mixtures of experts.
 
-MOE = {"num_experts": 6, "num_experts_per_tok": 2, "base_moe_mlp_dim": 256}
+MOE = {"num_experts": 6, "base_moe_mlp_dim": 256}
 FAMILIES = {
-    "mixtral": MOE,
+    "mixtral": {**MIXTURE["mixtral"], **MOE},
     "deepseek": {
+        **MIXTURE["deepseek"],
         **MOE,
-        "base_num_decoder_layers": 3,
-        "base_num_kv_heads": 4,
-        "first_num_dense_layers": 1,
-        "shared_experts": 1,
-        "attention_type": "mla",
         "q_lora_rank": 128,
         "kv_lora_rank": 128,
         "qk_nope_head_dim": 64,
@@ -594,11 +590,46 @@ def test_gates_and_experts_are_not_quantized(family, scan, ours):
     [
         {"max_target_length": 24, "per_device_batch_size": 8},
         {"head_dim": 8, "base_num_query_heads": 16, "base_num_kv_heads": 16},
+        {"max_target_length": 96, "per_device_batch_size": 2},
+        {"max_target_length": 192, "per_device_batch_size": 1},
+        {"head_dim": 96, "base_num_query_heads": 4, "base_num_kv_heads": 4},
     ],
+    ids=str,
 )
-def test_axes_that_hold_no_whole_blocks(keys):
-    """Transformer Engine stops at a sequence of 24 or heads of 8, whatever the sizes of the matrices are."""
+def test_axes_whose_scales_cannot_be_laid_out(keys):
+    """Transformer Engine stops at a sequence of 24 or 192 and heads of 8 or 96, whatever the matrices' sizes are."""
     with harness.blackwell():
-        Trainer(
+        trainer = Trainer(
             **{**harness.LEGAL, **keys}, nvfp4={"backend": "transformer_engine", "recipe": "all_layers"}
-        ).trace()
+        )
+        traced = trainer.trace()
+        with trainer.context():
+            traced.lower(lowering_platforms=("cuda",))
+
+
+def forward_only(plan, x, w):
+    routine = Routine((plan,), (0,))
+    return routed_dot_general(create("gpu"), routine, x, w, (((2,), (0,)), ((), ())))
+
+
+def test_evaluation_quantizes_for_the_forward_gemm_alone():
+    """No transform, no kept tensors; and sizes that only wgrad could not take, such as of 96 tokens."""
+    plan = layer_plan(load_recipe(None))
+    x, w = jnp.ones((2, 48, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
+    with harness.blackwell():
+        text = harness.lower_for_cuda(jax.jit(functools.partial(forward_only, plan)), x, w)
+    assert harness.counts(text) == {QUANTIZE: 2, GEMM: 1}
+    assert "use_rht = true" not in text
+
+
+@pytest.mark.parametrize("tokens", [8, 96])
+def test_sizes_that_were_not_fitted_are_refused_in_words(tokens):
+    """Those of an evaluation or of a call of one's own, which no plan was fitted to."""
+    plan = layer_plan(load_recipe({"stochastic_rounding": "none"}))
+    x, w = jnp.ones((1, tokens, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
+    with harness.blackwell():
+        message = (
+            rf"Transformer Engine cannot run in 4 bits: .*wgrad: M={tokens} \(tokens on one device\) is not"
+        )
+        with pytest.raises(ValueError, match=message):
+            jax.grad(lambda x: jnp.sum(forward_only(plan, x, w).astype(jnp.float32)))(x)
