@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from maxtext_nvfp4.errors import ConfigError
+from maxtext_nvfp4.errors import ConfigError, TrainingError
 
 _QUIET = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -21,7 +21,7 @@ _QUIET = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status, 2 for a mistake in the input."""
+    """Runs one command; returns the exit status: 2 for a mistake in the input, 3 for a run that stopped itself."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse leaves over the key=value pairs that follow an option such as --json.
@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"maxtext-nvfp4: {error}", file=sys.stderr)
         return 2
+    except TrainingError as error:
+        print(f"maxtext-nvfp4: {error}", file=sys.stderr)
+        return 3
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -1,4 +1,4 @@
-"""The one exception for mistakes a user can fix."""
+"""The exceptions that the command line reports by their message alone."""
 
 
 class ConfigError(Exception):
@@ -7,4 +7,11 @@ class ConfigError(Exception):
     The message says what was given, why it cannot be, and what to write instead. It is deliberately
     not a `ValueError`: pydantic would wrap it, and MaxText's config loader would hide its text. The
     command line prints the message alone and exits with status 2.
+    """
+
+
+class TrainingError(Exception):
+    """A run that ended itself before its last step, for a reason that is no mistake in its configuration.
+
+    The command line prints the message alone and exits with status 3.
     """

@@ -9,6 +9,7 @@ it cannot be, and what to write instead.
 import difflib
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 import yaml  # type: ignore[import-untyped]
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainSerializer,
@@ -84,6 +86,49 @@ def _seed(value: object) -> int:
     return seed
 
 
+def _power_of_two(value: object, info: ValidationInfo) -> float:
+    example = LossScale.model_fields[str(info.field_name)].default
+    number = _number(value, f"a power of two such as {example:.15g}")
+    if not (number > 0 and math.isfinite(number) and math.frexp(number)[0] == 0.5):
+        near = 2.0 ** round(math.log2(number)) if number > 0 and math.isfinite(number) else example
+        why = "not a power of two, and only those leave every 4-bit code unchanged"
+        raise _refused(why, f"a power of two such as {near:.15g}")
+    return number
+
+
+def _positive_count(value: object) -> int:
+    count = _number(value, "a number of steps such as 20")
+    if not isinstance(count, int) or count < 1:
+        raise _refused("not a number of steps", "an integer of 1 or more")
+    return count
+
+
+def _switch_point(value: object) -> int | float | str:
+    if value == "lr_decay":
+        return "lr_decay"
+    point = _number(value, "a fraction of the steps such as 0.82, a step such as 820, or lr_decay")
+    if isinstance(point, int):
+        if point < 1:
+            raise _refused("no step would come before the switch", "1 or more, or a fraction such as 0.82")
+    elif not 0 < point < 1:
+        raise _refused(
+            "a fraction of the steps lies between 0 and 1, and a step has no decimal point",
+            f"{point:.0f}" if point >= 1 and point.is_integer() else "a fraction such as 0.82, or an integer",
+        )
+    return point
+
+
+def _boolean(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _refused("not a switch", "true or false")
+    return value
+
+
+def _off(value: object) -> object:
+    """YAML reads a bare `off` as a boolean."""
+    return "off" if value is False else value
+
+
 def _pattern(value: object) -> str:
     if not (isinstance(value, str) and value):
         raise _refused("not a pattern", "a glob pattern such as mlp/* or self_attention/query")
@@ -110,6 +155,11 @@ def _layer_text(layers: tuple[int, int]) -> int | str:
     return first if first == last else f"{first}..{last}"
 
 
+LARGEST_SCALE = 2.0**100
+
+PowerOfTwo = Annotated[float, PlainValidator(_power_of_two)]
+Steps = Annotated[int, PlainValidator(_positive_count)]
+SwitchPoint = Annotated[int | float | str, PlainValidator(_switch_point)]
 LayerCount = Annotated[int | float, PlainValidator(_layer_count)]
 LayerRange = Annotated[tuple[int, int], PlainValidator(_layer_range), PlainSerializer(_layer_text)]
 RulePrecision = Literal["nvfp4", "bf16"]
@@ -144,6 +194,82 @@ class Rule(_Section):
     def _names_a_gemm(self) -> Self:
         if not any(getattr(self, gemm) for gemm in GEMMS):
             raise _refused("names no GEMM", "one or more of fprop, dgrad and wgrad, such as fprop: bf16")
+        return self
+
+
+class Switch(_Section):
+    """A step of the run from which GEMMs of the 4-bit layers are in high precision, to the end.
+
+    Source: arXiv 2509.25149, which switches shortly before the learning rate decays.
+    """
+
+    at: SwitchPoint = Field(
+        description="First step in high precision: a fraction of `steps`, a step counted from 0, or the first "
+        "step of the learning rate's decay.",
+        json_schema_extra={"values": "a fraction such as 0.82, an integer >= 1, or lr_decay"},
+    )
+    gemms: Literal["fprop", "all"] = Field(
+        default="fprop", description="Which GEMMs of the 4-bit layers: the forward ones, or all three."
+    )
+    to: Literal["bf16"] = Field(default="bf16", description="Their precision: MaxText's compute dtype.")
+
+
+class LossScale(_Section):
+    """Loss scaling, against overflow and underflow of BF16 gradients.
+
+    Steps whose loss or gradients are not finite are skipped in the modes dynamic and static.
+    """
+
+    mode: Annotated[Literal["dynamic", "static", "off"], BeforeValidator(_off)] = Field(
+        default="dynamic",
+        description="dynamic adapts the scale, static keeps it at `init`; off neither scales nor skips steps.",
+    )
+    init: PowerOfTwo = Field(
+        default=32768, description="Scale of the first step.", json_schema_extra={"values": "a power of two"}
+    )
+    growth_interval: Steps = Field(
+        default=2000,
+        description="Finite steps in a row after which the scale grows.",
+        json_schema_extra={"values": "an integer >= 1"},
+    )
+    growth: PowerOfTwo = Field(
+        default=2, description="Factor by which it grows.", json_schema_extra={"values": "a power of two > 1"}
+    )
+    backoff: PowerOfTwo = Field(
+        default=0.5,
+        description="Factor by which it shrinks after a step that is not finite.",
+        json_schema_extra={"values": "a power of two < 1"},
+    )
+    max: PowerOfTwo = Field(
+        default=16777216, description="Largest scale.", json_schema_extra={"values": "a power of two"}
+    )
+    max_consecutive_skips: Steps = Field(
+        default=20,
+        description="Skipped steps in a row after which the run stops, with a checkpoint.",
+        json_schema_extra={"values": "an integer >= 1"},
+    )
+
+    @field_validator("growth", "backoff")
+    @classmethod
+    def _direction(cls, value: float, info: ValidationInfo) -> float:
+        grows = info.field_name == "growth"
+        if (value <= 1) if grows else (value >= 1):
+            why = "the scale would not grow" if grows else "the scale would not shrink"
+            raise _refused(why, "2, or a larger power of two" if grows else "0.5, or a smaller power of two")
+        return value
+
+    @field_validator("init", "max")
+    @classmethod
+    def _in_range(cls, value: float) -> float:
+        if not 1 <= value <= LARGEST_SCALE:
+            why = "below 1 gradients would only underflow, and near float32's limit of 2**128 they overflow"
+            raise _refused(why, "a power of two from 1 to 2**100, such as 32768")
+        return value
+
+    @model_validator(mode="after")
+    def _starts_below_its_maximum(self) -> Self:
+        if self.init > self.max:
+            raise _refused("init is above max", f"a max of {self.init:.15g} or more")
         return self
 
 
@@ -194,10 +320,27 @@ class Recipe(_Section):
         description="4-bit format: E2M1 with E4M3 scales of 16 and a tensor scale, or with E8M0 scales of 32 "
         "(emulated backend only)."
     )
+    switch: Switch | None = Field(
+        default=None,
+        description="Late in the run, forward or all GEMMs of the 4-bit layers go on in high precision.",
+        json_schema_extra={"values": "a mapping such as {at: 0.82, gemms: fprop}"},
+    )
     seed: Annotated[int, PlainValidator(_seed)] = Field(
         default=0,
         description="Seed of stochastic rounding.",
         json_schema_extra={"values": "an integer from 0 to 2**32 - 1"},
+    )
+
+    loss_scale: LossScale = Field(
+        default=LossScale(),
+        description="Loss scaling by powers of two, and what happens at a step that is not finite.",
+        json_schema_extra={"values": "a mapping such as {mode: static, init: 1024}"},
+    )
+
+    allow_recipe_change: Annotated[bool, PlainValidator(_boolean)] = Field(
+        default=False,
+        description="Go on from a checkpoint that was trained with another recipe; the change is recorded.",
+        json_schema_extra={"values": "true or false"},
     )
 
     @field_validator("format")
@@ -209,17 +352,22 @@ class Recipe(_Section):
         return value
 
     @property
-    def fingerprint(self) -> str:
-        """First 12 hexadecimal digits of a SHA-256 over every field that determines bits.
+    def numerics(self) -> dict[str, Any]:
+        """Every field that determines bits, as JSON-ready values.
 
-        The recipe's name and the backend do not: equal fingerprints mean the same numbers were asked for.
+        The recipe's name, the backend and the loss scale do not.
         """
-        fields = self.model_dump(mode="json", exclude={"recipe", "backend"}, exclude_none=True)
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
+        other = {"recipe", "backend", "loss_scale", "allow_recipe_change"}
+        return self.model_dump(mode="json", exclude=other, exclude_none=True)
+
+    @property
+    def fingerprint(self) -> str:
+        """`fingerprint` of `numerics`: equal fingerprints mean the same numbers were asked for."""
+        return fingerprint(self.numerics)
 
     def to_yaml(self) -> str:
         """The recipe as the text of a recipe file, which `load_recipe` reads back as the same recipe."""
-        fields = self.model_dump(exclude={"recipe"}, exclude_none=True)
+        fields = self.model_dump(exclude={"recipe", "allow_recipe_change"}, exclude_none=True)
         body: str = yaml.safe_dump(fields, sort_keys=False)
         return f"# Resolved from recipe {self.recipe}, fingerprint {self.fingerprint}\n{body}"
 
@@ -230,6 +378,11 @@ class Recipe(_Section):
         Where the two differ, and for the rules that go before the preset's, the user asked for it.
         """
         return load_recipe({"recipe": self.recipe}) if self.recipe in PRESETS else None
+
+
+def fingerprint(numerics: Mapping[str, object]) -> str:
+    """First 12 hexadecimal digits of a SHA-256 over the fields of a recipe that determine bits."""
+    return hashlib.sha256(json.dumps(numerics, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def load_recipe(section: Mapping[str, object] | None) -> Recipe:
@@ -251,6 +404,9 @@ def load_recipe(section: Mapping[str, object] | None) -> Recipe:
     name = section.get("recipe", Recipe.model_fields["recipe"].default)
     base = _read(_recipe_path(name))
     keys = {**base, **section, "recipe": name}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+            keys[key] = {**base[key], **value}
     if isinstance(keys["rules"], list | tuple) and "rules" in section:
         keys["rules"] = [*keys["rules"], *base["rules"]]
     return _validated(keys, "nvfp4.")
@@ -378,9 +534,13 @@ def flag_rows() -> list[tuple[str, str, str, str]]:
     paper = load_recipe(None)
     rows = []
     for key, field in Recipe.model_fields.items():
-        rows.append((key, _values(field), show(getattr(paper, key)), str(field.description)))
+        value = getattr(paper, key)
+        default = "see below" if isinstance(value, BaseModel) else "absent" if value is None else show(value)
+        rows.append((key, _values(field), default, str(field.description)))
         if item := _nested(field.annotation):
+            several = get_origin(field.annotation) is tuple
             for name, part in item.model_fields.items():
-                default = "required" if part.is_required() else "absent"
-                rows.append((f"{key}[].{name}", _values(part), default, str(part.description)))
+                default = "required" if part.is_required() else "absent" if several else show(part.default)
+                dot = "[]." if several else "."
+                rows.append((f"{key}{dot}{name}", _values(part), default, str(part.description)))
     return rows

@@ -45,8 +45,7 @@ if ((done_steps > 0)); then
 else
     say "training $output/$name for $steps steps"
 fi
-# MaxText's tfds pipeline begins anew at every start; another seed makes it begin with other text.
 exec "$VENV/bin/maxtext-nvfp4" train "$ROOT/configs/demo-cpu.yml" \
     base_output_directory="$output" run_name="$name" steps="$steps" \
     dataset_path="$output/corpus" tokenizer_path="$output/corpus/tokenizer.model" \
-    data_shuffle_seed="$done_steps" jax_cache_dir="$ROOT/.cache/jax" "${overrides[@]}"
+    jax_cache_dir="$ROOT/.cache/jax" "${overrides[@]}"

@@ -158,6 +158,45 @@ CASES = {
     ),
     "seed-negative": recipe("nvfp4.seed", "-1", "0 to 4294967295", seed=-1),
     "seed-large": recipe("nvfp4.seed", "4294967296", "0 to 4294967295", seed=2**32),
+    # The late switch.
+    "switch-at-zero": recipe("nvfp4.switch.at", "0", "1 or more", switch={"at": 0}),
+    "switch-above-1": recipe("nvfp4.switch.at", "1.5", "such as 0.82", switch={"at": 1.5}),
+    "switch-negative": recipe("nvfp4.switch.at", "-3", "1 or more", switch={"at": -3}),
+    "switch-typo": recipe("nvfp4.switch.at", "decay", "or lr_decay", switch={"at": "decay"}),
+    "switch-on": recipe("nvfp4.switch.at", "true", "or lr_decay", switch={"at": True}),
+    "switch-after-the-run": recipe(
+        "nvfp4.switch.at", "2", "whose last step is 1", "a step below 2", switch={"at": 2}
+    ),
+    "switch-before-the-run": recipe("nvfp4.switch.at", "0.4", "a larger fraction", switch={"at": 0.4}),
+    "switch-gemms": recipe("nvfp4.switch.gemms", "dgrad", "fprop or all", switch={"at": 1, "gemms": "dgrad"}),
+    "switch-to": recipe("nvfp4.switch.to", "fp8", "write bf16", switch={"at": 1, "to": "fp8"}),
+    "switch-cosine": recipe("nvfp4.switch.at", "cosine", "lr_schedule_type: wsd", switch={"at": "lr_decay"}),
+    "switch-without-a-constant-phase": key(
+        "nvfp4.switch.at",
+        "lr_decay",
+        "no constant phase",
+        lr_schedule_type="wsd",
+        learning_rate_schedule_steps=10,
+        wsd_decay_steps_fraction=0.9,
+        nvfp4={"switch": {"at": "lr_decay"}},
+    ),
+    "switch-beyond-steps": key(
+        "nvfp4.switch.at",
+        "step 900",
+        lr_schedule_type="wsd",
+        learning_rate_schedule_steps=1000,
+        nvfp4={"switch": {"at": "lr_decay"}},
+    ),
+    "switch-of-nothing": recipe(
+        "nvfp4.switch", "no fprop GEMM in 4 bits", "no switch", recipe="bf16", switch={"at": 1}
+    ),
+    "switch-compiled-elsewhere": key(
+        "compiled_trainstep_file",
+        "step.pickle",
+        'compiled_trainstep_file: ""',
+        compiled_trainstep_file="step.pickle",
+        nvfp4={"switch": {"at": 1}},
+    ),
     # Choices that are none.
     "weight-scaling": recipe("nvfp4.weight_scaling", "3d", "2d or 1d", weight_scaling="3d"),
     "stochastic-rounding": recipe(
@@ -344,6 +383,16 @@ CASES = {
         "corpus:1.0.0",
         "a path",
         dataset_type="tfds",
+        dataset_path="DIR",
+        dataset_name="corpus:1.0.0",
+        commands=TRAIN,
+    ),
+    "prepared-data-missing": key(
+        "dataset_name",
+        "corpus:1.0.0",
+        "a path",
+        dataset_type="grain",
+        grain_file_type="tfrecord",
         dataset_path="DIR",
         dataset_name="corpus:1.0.0",
         commands=TRAIN,

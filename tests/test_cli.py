@@ -141,6 +141,22 @@ def test_arguments_win_over_the_file(config, capsys):
     assert report["totals"]["nvfp4_gemms"] == 3 * 3 * 7
 
 
+def test_explain_shows_the_late_switch(config, capsys):
+    assert cli.main(["explain", config, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["switch"] is None
+    arguments = [config, "nvfp4.switch={at: 0.82, gemms: all}", "steps=100"]
+    assert cli.main(["explain", *arguments, "--json"]) == 0
+    switch = json.loads(capsys.readouterr().out)["switch"]
+    assert (switch["step"], switch["gemms"], switch["to"]) == (82, "all", "bf16")
+    assert switch["bf16_share_after"] == 1
+    assert switch["switched_share_of_run"] == pytest.approx(0.18 * (1 - switch["bf16_share_before"]))
+    assert cli.main(["explain", *arguments]) == 0
+    line, headline = capsys.readouterr().out.splitlines()[-2:]
+    share = f"{switch['switched_share_of_run']:.1%} of the run's linear-layer FLOPs"
+    assert line.startswith(f"late switch: all GEMMs in bf16 from step 82 of 100 on: {share}")
+    assert headline.endswith("; all GEMMs in bf16 from step 82 of 100 on")
+
+
 def test_explain_writes_nothing_and_keeps_no_log_level(config, tmp_path, capsys):
     import logging as standard
 

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from maxtext_nvfp4.errors import ConfigError
-from maxtext_nvfp4.recipe import PRESETS, RECIPES, Recipe, Rule, flag_rows, load_recipe, show
+from maxtext_nvfp4.recipe import (
+    PRESETS,
+    RECIPES,
+    LossScale,
+    Recipe,
+    Rule,
+    Switch,
+    flag_rows,
+    load_recipe,
+    show,
+)
 
 BF16_EVERYWHERE = Rule(module="*", fprop="bf16", dgrad="bf16", wgrad="bf16")
 SCOPES = {
@@ -97,6 +107,21 @@ def test_a_key_replaces_the_preset_s_and_nothing_else(key, value):
     assert load_recipe({key: value}) == paper.model_copy(update={key: value})
 
 
+@pytest.mark.parametrize("mode", [False, "off"])
+def test_yaml_reads_a_bare_off_as_a_switch(mode):
+    assert load_recipe(scale(mode=mode)).loss_scale.mode == "off"
+
+
+def test_a_nested_section_goes_over_the_one_of_a_file(write):
+    file = write(load_recipe(scale(mode="static", init=64)).to_yaml())
+    merged = load_recipe({"recipe": file, **scale(init=128)}).loss_scale
+    assert (merged.mode, merged.init, merged.backoff) == ("static", 128, 0.5)
+
+
+def test_the_loss_scale_changes_no_bits_hence_no_fingerprint():
+    assert load_recipe(scale(mode="static", init=2)).fingerprint == load_recipe(None).fingerprint
+
+
 def test_rules_go_before_those_of_the_preset():
     own = [{"module": "mlp/wo", "layers": 0, "fprop": "bf16"}]
     assert load_recipe({"recipe": "nemotron", "rules": own}).rules == (
@@ -119,6 +144,10 @@ def test_the_recipe_is_frozen():
 
 def rule(**keys):
     return {"rules": [{"module": "mlp/*", "fprop": "bf16"} | keys]}
+
+
+def scale(**keys):
+    return {"loss_scale": keys}
 
 
 WRONG = [
@@ -171,6 +200,22 @@ WRONG = [
     ({"stochastic_rounding": "gradient"}, "nvfp4.stochastic_rounding", "gradient", "gradients"),
     ({"format": "fp8"}, "nvfp4.format", "fp8", "nvfp4 or mxfp4"),
     ({"format": "nvfp-4"}, "nvfp4.format", "nvfp-4", "nvfp4"),
+    ({"switch": {"at": 0}}, "nvfp4.switch.at", "0", "1 or more, or a fraction such as 0.82"),
+    ({"switch": {"at": -3}}, "nvfp4.switch.at", "-3", "1 or more, or a fraction such as 0.82"),
+    ({"switch": {"at": 1.5}}, "nvfp4.switch.at", "1.5", "a fraction such as 0.82, or an integer"),
+    ({"switch": {"at": 820.0}}, "nvfp4.switch.at", "820.0", "820"),
+    ({"switch": {"at": 0.0}}, "nvfp4.switch.at", "0.0", "a fraction such as 0.82"),
+    ({"switch": {"at": float("nan")}}, "nvfp4.switch.at", ".nan", "a fraction such as 0.82"),
+    ({"switch": {"at": "decay"}}, "nvfp4.switch.at", "decay", "a step such as 820, or lr_decay"),
+    ({"switch": {"at": "0.82"}}, "nvfp4.switch.at", "'0.82'", "0.82 without quotes"),
+    ({"switch": {"at": True}}, "nvfp4.switch.at", "true", "a step such as 820, or lr_decay"),
+    ({"switch": {"at": None}}, "nvfp4.switch.at", "null", "a step such as 820, or lr_decay"),
+    ({"switch": {}}, "nvfp4.switch.at", "nothing", "a fraction such as 0.82, an integer >= 1, or lr_decay"),
+    ({"switch": True}, "nvfp4.switch", "true", "a mapping such as {at: 0.82, gemms: fprop}"),
+    ({"switch": 0.82}, "nvfp4.switch", "0.82", "a mapping such as {at: 0.82, gemms: fprop}"),
+    ({"switch": {"at": 9, "gemms": "dgrad"}}, "nvfp4.switch.gemms", "dgrad", "fprop or all"),
+    ({"switch": {"at": 9, "to": "fp8"}}, "nvfp4.switch.to", "fp8", "bf16"),
+    ({"switch": {"at": 9, "gemm": "all"}}, "nvfp4.switch.gemm", "all", "gemms"),
     ({"seed": -1}, "nvfp4.seed", "-1", "an integer from 0 to 4294967295"),
     ({"seed": 2**32}, "nvfp4.seed", "4294967296", "an integer from 0 to 4294967295"),
     ({"seed": 1.0}, "nvfp4.seed", "1.0", "an integer from 0 to 4294967295"),
@@ -204,6 +249,39 @@ WRONG = [
     (rule(layers=[0, 3]), "nvfp4.rules.1.layers", "[0, 3]", "0..3"),
     (rule(layers="last"), "nvfp4.rules.1.layers", "last", "0..3"),
     (rule(layers="0..3 "), "nvfp4.rules.1.layers", "'0..3 '", "0..3"),
+    (
+        {"loss_scale": "dynamic"},
+        "nvfp4.loss_scale",
+        "dynamic",
+        "a mapping such as {mode: static, init: 1024}",
+    ),
+    ({"loss_scale": None}, "nvfp4.loss_scale", "null", "a mapping such as {mode: static, init: 1024}"),
+    (scale(mode="dynamics"), "nvfp4.loss_scale.mode", "dynamics", "dynamic"),
+    (scale(mode=True), "nvfp4.loss_scale.mode", "true", "dynamic or static or off"),
+    (scale(initial=2), "nvfp4.loss_scale.initial", "2", "init"),
+    (scale(init=1000), "nvfp4.loss_scale.init", "1000", "a power of two such as 1024"),
+    (scale(init=0), "nvfp4.loss_scale.init", "0", "a power of two such as 32768"),
+    (scale(init=-2), "nvfp4.loss_scale.init", "-2", "a power of two such as 32768"),
+    (scale(init=float("inf")), "nvfp4.loss_scale.init", ".inf", "a power of two such as 32768"),
+    (scale(init="32768"), "nvfp4.loss_scale.init", "'32768'", "32768 without quotes"),
+    (scale(init=True), "nvfp4.loss_scale.init", "true", "a power of two such as 32768"),
+    (scale(max=3), "nvfp4.loss_scale.max", "3", "a power of two such as 4"),
+    (scale(init=0.5), "nvfp4.loss_scale.init", "0.5", "a power of two from 1 to 2**100"),
+    (scale(max=2.0**101), "nvfp4.loss_scale.max", "2.535301200456459e+30", "from 1 to 2**100"),
+    (scale(growth=1), "nvfp4.loss_scale.growth", "1", "2, or a larger power of two"),
+    (scale(growth=0.5), "nvfp4.loss_scale.growth", "0.5", "2, or a larger power of two"),
+    (scale(growth=1.5), "nvfp4.loss_scale.growth", "1.5", "a power of two such as 2"),
+    (scale(backoff=1), "nvfp4.loss_scale.backoff", "1", "0.5, or a smaller power of two"),
+    (scale(backoff=0), "nvfp4.loss_scale.backoff", "0", "a power of two such as 0.5"),
+    (scale(growth_interval=0), "nvfp4.loss_scale.growth_interval", "0", "an integer of 1 or more"),
+    (scale(growth_interval=1.5), "nvfp4.loss_scale.growth_interval", "1.5", "an integer of 1 or more"),
+    (
+        scale(max_consecutive_skips=-1),
+        "nvfp4.loss_scale.max_consecutive_skips",
+        "-1",
+        "an integer of 1 or more",
+    ),
+    (scale(init=64, max=32), "nvfp4.loss_scale", "{init: 64, max: 32}", "a max of 64 or more"),
 ]
 
 
@@ -362,6 +440,14 @@ SECTIONS = st.fixed_dictionaries(
         "hadamard": st.sampled_from(["wgrad", "none"]),
         "stochastic_rounding": st.sampled_from(["gradients", "none"]),
         "format": st.sampled_from(["nvfp4", "mxfp4"]),
+        "switch": st.fixed_dictionaries(
+            {
+                "at": st.integers(1)
+                | st.floats(0, 1, exclude_min=True, exclude_max=True)
+                | st.just("lr_decay")
+            },
+            optional={"gemms": st.sampled_from(["fprop", "all"]), "to": st.just("bf16")},
+        ),
         "seed": st.integers(0, 2**32 - 1),
     },
 )
@@ -403,6 +489,14 @@ def test_to_yaml_is_readable():
         stochastic_rounding: gradients
         format: nvfp4
         seed: 4
+        loss_scale:
+          mode: dynamic
+          init: 32768
+          growth_interval: 2000
+          growth: 2
+          backoff: 0.5
+          max: 16777216
+          max_consecutive_skips: 20
         """
     )
 
@@ -425,10 +519,23 @@ def test_fingerprints_of_the_presets_do_not_drift():
         {"format": "mxfp4"},
         {"seed": 1},
         {"on_unsupported": "bf16"},
+        {"switch": {"at": 0.82}},
     ],
 )
 def test_what_determines_bits_changes_the_fingerprint(change):
     assert load_recipe(change).fingerprint != load_recipe(None).fingerprint
+
+
+def test_every_key_of_the_switch_is_in_the_fingerprint():
+    switches = [
+        {"at": 0.82},
+        {"at": 0.83},
+        {"at": 82},
+        {"at": "lr_decay"},
+        {"at": 0.82, "gemms": "all"},
+        None,
+    ]
+    assert len({load_recipe({"switch": switch}).fingerprint for switch in switches}) == len(switches)
 
 
 def test_name_backend_and_spelling_do_not_change_the_fingerprint():
@@ -442,7 +549,11 @@ def test_name_backend_and_spelling_do_not_change_the_fingerprint():
 def test_flag_rows_cover_the_schema():
     rows = {key: (values, default, meaning) for key, values, default, meaning in flag_rows()}
     nested = {f"rules[].{name}" for name in Rule.model_fields}
+    nested |= {f"loss_scale.{name}" for name in LossScale.model_fields}
+    nested |= {f"switch.{name}" for name in Switch.model_fields}
     assert set(rows) == set(Recipe.model_fields) | nested
+    assert rows["switch"][1] == "absent"
+    assert rows["switch.at"][1] == "required"
     assert rows["bf16_last_layers"][:2] == ("an integer >= 0, or a fraction such as 0.15", "0.15")
     assert rows["weight_scaling"][:2] == ("2d or 1d", "2d")
     assert rows["recipe"][:2] == (
@@ -450,6 +561,7 @@ def test_flag_rows_cover_the_schema():
         "paper",
     )
     assert rows["rules[].module"][1] == "required"
+    assert rows["loss_scale.init"][:2] == ("a power of two", "32768")
     assert all(values and default and meaning.endswith(".") for values, default, meaning in rows.values())
 
 

@@ -23,9 +23,10 @@ from maxtext_nvfp4 import backends, policy
 from maxtext_nvfp4.backends.fit import fit
 from maxtext_nvfp4.dot_general import DimensionNumbers, routed_dot_general
 from maxtext_nvfp4.errors import ConfigError
-from maxtext_nvfp4.integration import sites
+from maxtext_nvfp4.integration import loss_scaling, sites
 from maxtext_nvfp4.integration.extents import find_extents
 from maxtext_nvfp4.integration.step import site_key
+from maxtext_nvfp4.integration.switch_step import check_switch
 from maxtext_nvfp4.integration.te_context import name_mesh_axes
 from maxtext_nvfp4.plan import GEMMS, SitePlan
 from maxtext_nvfp4.recipe import Recipe, problem
@@ -71,7 +72,7 @@ class Nvfp4DotGeneral(nnx.Module):
             kernel,
             dimension_numbers,
             entry=layer,
-            key=site_key(self.site_id, layer),
+            key=site_key(self.site_id, layer) if self.routine.stochastic else None,
         )
 
 
@@ -107,7 +108,8 @@ def resolve(model: nnx.Module, config: Any, recipe: Recipe) -> Resolution:
     """Applies a recipe to a (possibly abstract) model.
 
     Raises:
-      ConfigError: A rule matches nothing, or the backend cannot run here or cannot run a GEMM.
+      ConfigError: A rule matches nothing, the backend cannot run here or cannot run a GEMM, or the late switch
+        would never take place.
     """
     linears = sites.find_linears(model)
     found = sites.to_sites(linears)
@@ -119,6 +121,8 @@ def resolve(model: nnx.Module, config: Any, recipe: Recipe) -> Resolution:
         why = "backend transformer_engine is partitioned by Shardy only"
         raise ConfigError(problem("shardy", False, why, "shardy: true"))
     plans = fit(plans, find_extents(linears, config), selection.backend, recipe)
+    if recipe.switch:
+        check_switch(recipe.switch, plans, config)
     return Resolution(plans, selection, tuple(sites.find_routed_experts(model)))
 
 
@@ -127,6 +131,8 @@ def attach(model: nnx.Module, config: Any, recipe: Recipe) -> Resolution:
     resolution = resolve(model, config, recipe)
     if resolution.selection.backend.name == "transformer_engine" and not _elsewhere.get():
         name_mesh_axes()
+    if recipe.loss_scale.mode != "off":
+        setattr(model, loss_scaling.ATTRIBUTE, loss_scaling.LossScaleState(recipe.loss_scale))
     plans = {plan.site.path: plan for plan in resolution.plans if plan.quantized}
     for linear in sites.find_linears(model):
         if linear.site not in plans:

@@ -61,7 +61,7 @@ def load_config(argv: Sequence[str], **overrides: Any) -> pyconfig.HyperParamete
         check_keys(raw)
         for key in overrides.keys() & given.keys():  # an override must not hide a mistake
             _check_type(key, given[key])
-        overrides = remat_default(raw, chosen_keys(argv) | overrides.keys()) | overrides
+        overrides = mode_defaults(raw, chosen_keys(argv) | overrides.keys()) | overrides
         return pyconfig.initialize(list(argv), config_class=Nvfp4MaxTextConfig, **overrides)
 
 
@@ -73,18 +73,26 @@ def _check_type(key: str, value: object) -> None:
         raise ConfigError(describe({**error.errors()[0], "loc": (key,)})) from None
 
 
-def remat_default(raw: Mapping[str, Any], chosen: Collection[str]) -> dict[str, str]:
-    """The remat policy of the mode on GPUs, unless the user has chosen one.
+def mode_defaults(raw: Mapping[str, Any], chosen: Collection[str]) -> dict[str, Any]:
+    """MaxText's keys whose defaults are others in the nvfp4 mode.
+
+    On GPUs the remat policy saves quantized tensors. Where steps that are not finite are skipped, MaxText does
+    not end the run at the first of them.
 
     Args:
       raw: All keys and their values.
-      chosen: The keys that do not come from MaxText's own base configs.
+      chosen: The keys that do not come from MaxText's own base configs, whose values hold.
 
     Returns:
-      The key and its value; nothing where MaxText's default holds.
+      The keys and their values; nothing where MaxText's defaults hold.
     """
-    backend = (raw.get("nvfp4") or {}).get("backend", "auto")
-    on_gpu = backend == "auto" and str(raw.get("hardware")).startswith("gpu")
-    if raw.get("quantization") != MODE or not (on_gpu or backend == "transformer_engine"):
+    if raw.get("quantization") != MODE:
         return {}
-    return {} if "remat_policy" in chosen else {"remat_policy": REMAT_POLICY}
+    recipe = load_recipe(raw.get("nvfp4"))
+    defaults: dict[str, Any] = {}
+    on_gpu = recipe.backend == "auto" and str(raw.get("hardware")).startswith("gpu")
+    if on_gpu or recipe.backend == "transformer_engine":
+        defaults["remat_policy"] = REMAT_POLICY
+    if recipe.loss_scale.mode != "off":
+        defaults |= {"abort_on_nan_loss": False, "abort_on_inf_loss": False}
+    return {key: value for key, value in defaults.items() if key not in chosen}

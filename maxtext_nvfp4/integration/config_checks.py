@@ -193,7 +193,10 @@ def _needed_paths(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if raw.get(key):
             yield key, str(raw[key])
     data = raw.get("dataset_type")
-    if data == "tfds" and raw.get("dataset_path"):
+    prepared = (
+        data == "grain" and raw.get("grain_file_type") == "tfrecord" and not raw.get("grain_train_files")
+    )
+    if (data == "tfds" or prepared) and raw.get("dataset_path"):
         yield "dataset_path", str(raw["dataset_path"])
         name = str(raw.get("dataset_name")).replace(":", "/")
         yield "dataset_name", os.path.join(str(raw["dataset_path"]), name)

@@ -14,8 +14,10 @@ from maxtext_nvfp4.integration.attach import Resolution, for_another_machine, re
 from maxtext_nvfp4.integration.config import enabled, load_config, recipe_of
 from maxtext_nvfp4.integration.config_errors import raising_config_errors, raising_setup_errors
 from maxtext_nvfp4.integration.config_files import merged_keys
+from maxtext_nvfp4.integration.switch_step import switch_step
 from maxtext_nvfp4.plan import GEMMS, GemmPlan, LayerPlan, OperandPlan
 from maxtext_nvfp4.recipe import Recipe, problem
+from maxtext_nvfp4.switch import SwitchShares, shares
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,8 @@ class Report:
       nvfp4_gemms: 4-bit GEMMs per training step, counting fprop, dgrad and wgrad of every layer.
       gemms: All GEMMs of the linear layers, counted the same way.
       nvfp4_flops_fraction: Share of the step's forward and backward FLOPs, attention and head included by
-        MaxText's own count (causal attention), that run in 4 bits.
+        MaxText's own count (causal attention), that run in 4 bits. With a late switch, before it.
+      switch: What the late switch changes; None without one.
     """
 
     recipe: Recipe
@@ -50,6 +53,7 @@ class Report:
     nvfp4_gemms: int
     gemms: int
     nvfp4_flops_fraction: float
+    switch: SwitchShares | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON-ready values."""
@@ -73,6 +77,7 @@ class Report:
                 "nvfp4_gemms": self.nvfp4_gemms,
                 "gemms": self.gemms,
             },
+            "switch": self.switch and self.switch.to_json(),
         }
 
     def to_text(self) -> str:
@@ -98,6 +103,8 @@ class Report:
                     a, b = _operands(gemm, plan).items()
                     lines.append(f"{gemm}: {a[0]} {a[1]}; {b[0]} {b[1]}")
         lines += [f"high precision: {path}: {reason}" for path, reason in self.high_precision]
+        if self.switch:
+            lines.append(f"late switch: {self.switch.to_text()}")
         lines.append(self.headline())
         return "\n".join(lines)
 
@@ -106,6 +113,7 @@ class Report:
         return (
             f"{self.nvfp4_gemms} of {self.gemms} linear-layer GEMMs in 4 bits, "
             f"{self.nvfp4_flops_fraction:.1%} of the step's FLOPs"
+            + (f"; {self.switch.what()}" if self.switch else "")
         )
 
 
@@ -147,6 +155,10 @@ def build(resolution: Resolution, recipe: Recipe, config: Any) -> Report:
             quantized += count
             total += len(GEMMS) * max(1, len(layers))
             quantized_flops += count * 2.0 * tokens * site.k * site.n
+    switch = None
+    if recipe.switch:
+        step = switch_step(recipe.switch, config)
+        switch = shares(resolution.plans, recipe.switch, step, config.steps)
     step_flops = calculate_tflops_training_per_device(config, log=False)[0] * 1e12
     return Report(
         recipe=recipe,
@@ -156,6 +168,7 @@ def build(resolution: Resolution, recipe: Recipe, config: Any) -> Report:
         nvfp4_gemms=quantized,
         gemms=total,
         nvfp4_flops_fraction=quantized_flops / step_flops,
+        switch=switch,
     )
 
 

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from absl import logging
+from absl import flags, logging
 
 from maxtext_nvfp4.integration import register
 
@@ -24,25 +24,27 @@ def train(argv: Sequence[str]) -> str:
     logging.get_absl_handler().addFilter(
         lambda record: record.levelno > std_logging.INFO or "orbax" not in pathlib.Path(record.pathname).parts
     )
+    flags.FLAGS.mark_as_parsed()  # grain reads flags when it starts a worker; MaxText's own program parses them
     register()
     from maxtext.trainers.pre_train import train as maxtext_train
 
     from maxtext_nvfp4.integration.config_errors import raising_config_errors
+    from maxtext_nvfp4.integration.termination import stopping_at_sigterm
 
     with raising_config_errors():
         config, recorder = maxtext_train.initialize(list(argv))
     maxtext_train.record_goodput(recorder, maxtext_train.RECORD_JOB_START_TIME)
-    with maxtext_train.maybe_monitor_goodput(config):
+    with maxtext_train.maybe_monitor_goodput(config), stopping_at_sigterm() as stop:
         maxtext_train.get_train_func(config, recorder, argv)()
-    return summarize(config)
+    return summarize(config, config.steps if stop.step is None else stop.step + 1)
 
 
-def summarize(config: Any) -> str:
-    """What a finished run did and where its files are."""
+def summarize(config: Any, done: int) -> str:
+    """What a run of `done` steps did and where its files are."""
     from maxtext_nvfp4.integration.config import enabled
     from maxtext_nvfp4.integration.report import of_config
 
-    lines = [f"run {config.run_name}: {config.steps} steps"]
+    lines = [f"run {config.run_name}: {_progress(config, done)}"]
     by_step = losses(config.tensorboard_dir) if config.enable_tensorboard else {}
     if by_step:
         first, last = min(by_step), max(by_step)
@@ -57,6 +59,15 @@ def summarize(config: Any) -> str:
     if config.enable_tensorboard:
         lines.append(f"  tensorboard  {config.tensorboard_dir}")
     return "\n".join(lines)
+
+
+def _progress(config: Any, done: int) -> str:
+    if done == config.steps:
+        return f"{done} steps"
+    then = f"start it again to go on from step {done}"
+    if not config.enable_checkpointing:
+        then = "nothing was saved, as enable_checkpointing is false"
+    return f"stopped by SIGTERM after {done} of {config.steps} steps; {then}"
 
 
 def losses(tensorboard_dir: str) -> dict[int, float]:

@@ -8,6 +8,16 @@ from maxtext_nvfp4.errors import ConfigError
 SUPPORTED_MAXTEXT = ("0.2.5",)
 
 SEAMS = {
+    "maxtext.common.checkpointing": (
+        "load_state_if_possible",
+        "maybe_save_checkpoint",
+        "wait_until_finished",
+        "latest_step",
+        "all_steps",
+        "reached_preemption",
+    ),
+    "maxtext.common.data_loader": ("loader_exception_guard",),
+    "maxtext.common.train_state_nnx": ("TrainStateNNX", "to_checkpoint_dict"),
     "maxtext.configs.pyconfig": (
         "initialize",
         "initialize_pydantic",
@@ -16,21 +26,31 @@ SEAMS = {
         "_handle_config_exception",
         "_load_config",
     ),
-    "maxtext.configs.types": ("MaxTextConfig", "QuantizationType"),
+    "maxtext.configs.types": ("LearningRateScheduleType", "MaxTextConfig", "QuantizationType"),
     "maxtext.layers.linears": ("DenseGeneral",),
     "maxtext.layers.moe": ("GateLogit", "RoutedMoE"),
     "maxtext.layers.quantizations": ("configure_quantization",),
     "maxtext.trainers.pre_train.train": (
         "initialize",
         "get_train_func",
+        "train_loop",
         "train_step",
         "loss_fn",
+        "training_loop_iteration",
         "record_goodput",
         "maybe_monitor_goodput",
     ),
-    "maxtext.utils.max_utils": ("transformer_engine_context",),
-    "maxtext.utils.maxtext_utils": ("calculate_tflops_training_per_device",),
+    "maxtext.utils.exceptions": ("StopTraining",),
+    "maxtext.utils.max_logging": ("log",),
+    "maxtext.utils.max_utils": ("l2norm_pytree", "transformer_engine_context"),
+    "maxtext.utils.maxtext_utils": ("apply_gradient_clipping", "calculate_tflops_training_per_device"),
     "maxtext.utils.model_creation_utils": ("create_model", "create_nnx_abstract_model"),
+    "maxtext.utils.train_utils": (
+        "create_checkpoint_manager",
+        "jit_train_step",
+        "jit_eval_step",
+        "setup_train_loop",
+    ),
 }
 
 

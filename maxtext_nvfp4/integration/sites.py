@@ -35,6 +35,7 @@ class Linear:
       layers: Decoder layers it computes, in stacking order; a single one when it is not stacked, none
         outside the layer stack.
       stacked: Whether its kernel holds several layers.
+      layer_path: Path of what holds these layers, norms and all; empty outside the layer stack.
       protected: Why it is never quantized; "" when the policy may choose.
     """
 
@@ -42,6 +43,7 @@ class Linear:
     site: str
     layers: tuple[int, ...]
     stacked: bool
+    layer_path: tuple[str, ...]
     protected: str
 
 
@@ -79,13 +81,16 @@ def find_linears(model: nnx.Module) -> list[Linear]:
     for path, module in modules:
         site, stack, inner, protected = _locate(path)
         if protected:
-            linears.append(Linear(module, "/".join(path), (), False, protected))
+            linears.append(Linear(module, "/".join(path), (), False, (), protected))
             continue
         length = lengths[path]
         first = offsets[stack] + inner
         layers = tuple(first + step * block[stack] for step in range(length or 1))
         gate = path[-1] in _GATES
-        linears.append(Linear(module, site, layers, length is not None, "router gate" if gate else ""))
+        layer_path = path[: 3 if _IN_BLOCK.fullmatch(path[2]) else 2]
+        linears.append(
+            Linear(module, site, layers, length is not None, layer_path, "router gate" if gate else "")
+        )
     return linears
 
 

@@ -1,13 +1,14 @@
-"""On GPUs the mode's remat policy saves quantized tensors, unless the user has chosen one.
+"""Keys of MaxText whose defaults are others in the nvfp4 mode, unless the user has chosen a value.
 
-Answers MaxText #2773 and #3185, TE #2356 and #2658: quantization replayed in the backward pass.
+On GPUs the remat policy saves quantized tensors: answers MaxText #2773 and #3185, TE #2356 and #2658,
+quantization replayed in the backward pass. A run that skips steps is not ended at the first of them.
 """
 
 import pytest
 from maxtext_models import BASE, TINY
 
 from maxtext_nvfp4.integration import register
-from maxtext_nvfp4.integration.config import REMAT_POLICY, load_config, remat_default
+from maxtext_nvfp4.integration.config import REMAT_POLICY, load_config, mode_defaults
 from maxtext_nvfp4.integration.config_files import chosen_keys, merged_keys
 
 register()
@@ -16,7 +17,8 @@ TE = {"quantization": "nvfp4", "nvfp4": {"backend": "transformer_engine"}}
 
 
 def default(argv, keys):
-    return remat_default(merged_keys(argv, keys), chosen_keys(argv) | keys.keys())
+    found = mode_defaults(merged_keys(argv, keys), chosen_keys(argv) | keys.keys())
+    return {key: value for key, value in found.items() if key == "remat_policy"}
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,18 @@ def test_a_choice_of_the_users_wins(where, tmp_path):
 def test_maxtexts_own_default_holds_elsewhere():
     assert load_config(["", BASE], **TINY, quantization="nvfp4").remat_policy == "full"
     assert load_config(["", BASE], **TINY).remat_policy == "full"
+
+
+@pytest.mark.parametrize(
+    ("keys", "aborts"),
+    [
+        ({}, True),
+        ({"quantization": "nvfp4"}, False),
+        ({"quantization": "nvfp4", "nvfp4": {"loss_scale": {"mode": "static"}}}, False),
+        ({"quantization": "nvfp4", "nvfp4": {"loss_scale": {"mode": "off"}}}, True),
+        ({"quantization": "nvfp4", "abort_on_nan_loss": True, "abort_on_inf_loss": True}, True),
+    ],
+)
+def test_a_run_that_skips_steps_is_not_aborted_at_the_first(keys, aborts):
+    config = load_config(["", BASE], **TINY, **keys)
+    assert (config.abort_on_nan_loss, config.abort_on_inf_loss) == (aborts, aborts)
