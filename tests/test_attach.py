@@ -230,15 +230,15 @@ class Decoder(nnx.Module):
 
     def program(self):
         """The lowered gradient of a sum, as text."""
-        graphdef, state = nnx.split(self)
+        graphdef, parameters, rest = nnx.split(self, nnx.Param, ...)
 
-        def loss(state, x, step):
+        def loss(parameters, x, step):
             with training_step(step, seed=self.recipe.seed):
-                return jnp.sum(nnx.merge(graphdef, state)(x).astype(jnp.float32))
+                return jnp.sum(nnx.merge(graphdef, parameters, rest)(x).astype(jnp.float32))
 
         x = jax.ShapeDtypeStruct((2, 32, 64), jnp.bfloat16)
         gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
-        return gradient.lower(state, x, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
+        return gradient.lower(parameters, x, jax.ShapeDtypeStruct((), jnp.int32)).as_text()
 
 
 RULE = {"module": "mlp/wo", "layers": "1..2", "fprop": "bf16", "dgrad": "bf16", "wgrad": "bf16"}
@@ -265,7 +265,7 @@ KNOBS = {
 
 def test_every_knob_has_a_liveness_test():
     rules = {f"rules.{name}" for name in Rule.model_fields}
-    elsewhere = {"allow_recipe_change", "loss_scale"}  # of a start and of a step, not of a layer
+    elsewhere = {"allow_recipe_change", "loss_scale", "switch"}  # of a start or of a step, not of a layer
     assert set(KNOBS) == (set(Recipe.model_fields) - elsewhere) | rules
 
 

@@ -16,6 +16,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 UNROLLED = {"scan_layers": False}
 BLOCKING = {"async_checkpointing": False}
 ACCUMULATED = {"gradient_accumulation_steps": 2}
+HOST_MEMORY = {"parameter_memory_host_offload": True, "param_scan_axis": 0}
 CASES = [
     pytest.param({}, 1, id="scan"),
     pytest.param(UNROLLED | BLOCKING | ACCUMULATED, 1, id="unrolled-blocking-accumulated"),
@@ -25,6 +26,7 @@ CASES = [
             ("unrolled", UNROLLED, 1),
             ("blocking", BLOCKING, 1),
             ("accumulated", ACCUMULATED, 1),
+            ("host-memory", HOST_MEMORY, 1),
             ("data-workers", {"grain_worker_count": 2}, 1),
             ("scan", {}, 2),
             ("unrolled-blocking-accumulated", UNROLLED | BLOCKING | ACCUMULATED, 2),

@@ -304,6 +304,7 @@ def test_a_failing_check_fails_the_script(copy: Path, checks) -> None:
 # What pip leaves behind, for a Python that lists packages but has none of their code.
 NEEDED = {
     "maxtext": "0.2.5",
+    "etils": "1",
     "jax": "0.12.0.1+nv27",
     "flax": "0.12.12",
     "ml-dtypes": "1",
@@ -312,6 +313,7 @@ NEEDED = {
     "orbax-checkpoint": "0",
     "pydantic": "2",
     "pyyaml": "6",
+    "tensorstore": "0",
     "transformer-engine": "2.20.0+1234567",
 }
 

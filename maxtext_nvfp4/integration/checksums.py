@@ -14,7 +14,9 @@ import jax
 from etils import epath
 from jax import Array, lax
 from jax import numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+
+from maxtext_nvfp4.integration.placement import on_device, replicated
 
 RECORD = "nvfp4_checksums"
 """Key of the record in a checkpoint's custom metadata."""
@@ -71,14 +73,8 @@ def checksums(tree: Any) -> dict[str, tuple[str, int]]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if isinstance(leaf, Array)
     }
-    sums = jax.device_get({name: _sum(_replicated(leaf))(leaf) for name, leaf in leaves.items()})
+    sums = jax.device_get({name: _sum(replicated(leaf))(leaf) for name, leaf in leaves.items()})
     return {name: (str(leaf.dtype), int(sums[name])) for name, leaf in leaves.items()}
-
-
-def _replicated(leaf: Array) -> NamedSharding | None:
-    """The sharding that gives every process the whole result."""
-    sharding = leaf.sharding
-    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
 
 
 @functools.cache
@@ -92,6 +88,7 @@ def checksum(leaf: Array) -> Array:
 
     An odd factor loses no bit, so any change to one word shows; the factors tell words apart that have changed places.
     """
+    leaf = on_device(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if leaf.dtype == jnp.bool_:

@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from maxtext_nvfp4.integration.gradients import Layers, Path, finite
+from maxtext_nvfp4.integration.placement import on_device
 from maxtext_nvfp4.loss_scale import State, initial, scale_cotangent, update
 from maxtext_nvfp4.recipe import LossScale
 
@@ -138,7 +139,8 @@ def _keep(before: nnx.State, after: nnx.State, finite: Array) -> None:
     holders = {path[:length] for path in moments for length in range(2, len(path))}
     for path, leaf in new.items():
         if ATTRIBUTE not in path and (_floating(leaf) or path[:-1] in holders):
-            leaf.set_value(jnp.where(finite, lax.optimization_barrier(leaf.get_value()), old[path]))
+            value = lax.optimization_barrier(leaf.get_value())
+            leaf.set_value(jnp.where(finite, value, on_device(old[path])))
 
 
 def _floating(leaf: Any) -> bool:

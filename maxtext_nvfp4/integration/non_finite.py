@@ -9,10 +9,11 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax import numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.integration.gradients import Layers, Path, find_layers
+from maxtext_nvfp4.integration.placement import on_device, replicated
 
 _SHOWN = 20
 
@@ -38,7 +39,7 @@ def check_finite(state: Any, scan_axis: int, where: str) -> None:
         name = "/".join(parts)
         owners[name] = owner = _owner(parts, layers)
         axis = min(scan_axis, leaf.ndim - 1) if owner and owner.stacked else None
-        counts[name] = _count(axis, _replicated(leaf))(leaf)
+        counts[name] = _count(axis, replicated(leaf))(leaf)
         sizes[name] = leaf.size // counts[name].size
     found = [
         line
@@ -68,17 +69,12 @@ def _owner(parts: Path, layers: Mapping[Path, Layers]) -> Layers | None:
     return next((layers[parts[start:stop]] for start, stop in ranges if parts[start:stop] in layers), None)
 
 
-def _replicated(leaf: Array) -> NamedSharding | None:
-    sharding = leaf.sharding
-    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-
-
 @functools.cache
 def _count(axis: int | None, sharding: NamedSharding | None) -> Callable[[Array], Array]:
     """The jitted count along all axes but `axis`: small programs, one for each shape and not for each layer."""
 
     def count(leaf: Array) -> Array:
         others = tuple(i for i in range(leaf.ndim) if i != axis)
-        return jnp.sum(~jnp.isfinite(leaf), axis=others, dtype=jnp.uint32)
+        return jnp.sum(~jnp.isfinite(on_device(leaf)), axis=others, dtype=jnp.uint32)
 
     return jax.jit(count, out_shardings=sharding)
