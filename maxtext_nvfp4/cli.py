@@ -1,4 +1,4 @@
-"""The command line: `maxtext-nvfp4 train | explain | corpus`."""
+"""The command line: `maxtext-nvfp4 train | explain | doctor | mesh | corpus`."""
 
 import argparse
 import contextlib
@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from maxtext_nvfp4.errors import ConfigError, TrainingError
 
@@ -61,6 +61,30 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="print JSON")
     explain.set_defaults(run=_explain)
 
+    doctor = commands.add_parser(
+        "doctor", help="check machine, config and cluster before a run", description=_doctor.__doc__
+    )
+    doctor.add_argument(
+        "overrides", nargs="*", metavar="CONFIG.yml key=value", help="a MaxText YAML file and values that win over it"
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    _add_cluster(doctor)
+    # Named here too, as the table itself is not imported to show help.
+    doctor.add_argument(
+        "--target",
+        choices=("gb200", "gb300", "b200", "b300"),
+        help="check as if on this hardware instead of this machine's",
+    )
+    doctor.set_defaults(run=_doctor)
+
+    mesh = commands.add_parser(
+        "mesh", help="derive the parallelism for a cluster", description=_mesh.__doc__
+    )
+    _add_config(mesh)
+    mesh.add_argument("--json", action="store_true", help="print JSON")
+    _add_cluster(mesh)
+    mesh.set_defaults(run=_mesh)
+
     corpus = commands.add_parser("corpus", help="turn folders of text into a data set and a tokenizer")
     # Light: the module imports TensorFlow only when it runs.
     module = importlib.import_module("maxtext_nvfp4.corpus")
@@ -74,9 +98,20 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file")
 
 
-def _config_argv(arguments: argparse.Namespace) -> list[str]:
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=_count, metavar="N", help="machines of the run")
+    parser.add_argument("--gpus-per-node", type=_count, metavar="N", help="4 on GB200 and GB300")
+    parser.add_argument("--rack-gpus", type=_count, metavar="N", help="GPUs of an NVLink domain, 72 in an NVL72")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"got {text}: not a count; write an integer of 1 or more")
+    return int(text)
+
+
+def _config_argv(path: str, overrides: Sequence[str]) -> list[str]:
     """Arguments as MaxText takes them, after checking what it would only trip over."""
-    path = arguments.config
     example = "the path of a MaxText YAML such as configs/demo-cpu.yml"
     if not path.endswith(".yml"):
         why = "the name of a config ends in .yml, and it comes before the key=value pairs"
@@ -84,16 +119,27 @@ def _config_argv(arguments: argparse.Namespace) -> list[str]:
     if not os.path.isfile(path):
         why = "a directory" if os.path.isdir(path) else "no such file"
         raise ConfigError(f"{path}: {why}; write {example}")
-    for pair in arguments.overrides:
+    for pair in overrides:
         key, equals, _ = pair.partition("=")
         if not equals or not key:
             raise ConfigError(f"{pair}: got an argument without a value; write key=value, such as steps=100")
-    return ["maxtext-nvfp4", path, *arguments.overrides]
+    return ["maxtext-nvfp4", path, *overrides]
+
+
+@contextlib.contextmanager
+def _report_alone() -> Iterator[None]:
+    """Keeps MaxText from printing which libraries it does without and how it fills in a config."""
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _train(arguments: argparse.Namespace) -> int:
     """Trains with MaxText's own loop; CONFIG.yml and key=value pairs are MaxText's."""
-    argv = _config_argv(arguments)
+    argv = _config_argv(arguments.config, arguments.overrides)
     from maxtext_nvfp4.integration import register
 
     register()
@@ -109,18 +155,54 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     """Prints the precision of each site, layer range and GEMM, without allocating weights."""
-    argv = _config_argv(arguments)
-    # MaxText prints which optional libraries it does without; stdout is for the report alone.
-    with contextlib.redirect_stdout(io.StringIO()):
+    argv = _config_argv(arguments.config, arguments.overrides)
+    with _report_alone():
         from maxtext_nvfp4.integration import register
 
         register()
         from maxtext_nvfp4.integration.report import explain
 
-        logging.disable(logging.WARNING)  # MaxText's notes on how it fills in a config
-        try:
-            report = explain(argv)
-        finally:
-            logging.disable(logging.NOTSET)
+        report = explain(argv)
     print(json.dumps(report.to_json(), indent=2) if arguments.json else report.to_text())
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    """Checks what a run needs: versions, hardware, mesh, sizes, storage, environment, network.
+
+    Exits with 0 if the run can start, else with 2.
+    """
+    words = arguments.overrides
+    argv = _config_argv(words[0], words[1:]) if words else None
+    with _report_alone():
+        from maxtext_nvfp4.integration.diagnosis import Options, diagnose
+
+        options = Options(
+            nodes=arguments.nodes,
+            gpus_per_node=arguments.gpus_per_node,
+            rack_gpus=arguments.rack_gpus,
+            target=arguments.target,
+        )
+        diagnosis = diagnose(argv, options)
+    print(json.dumps(diagnosis.to_json(), indent=2) if arguments.json else diagnosis.to_text())
+    return 0 if diagnosis.can_start else 2
+
+
+def _mesh(arguments: argparse.Namespace) -> int:
+    """Prints the ici_* and dcn_* parallelism of a config on a cluster, and why; --nodes 1 if it is not given."""
+    argv = _config_argv(arguments.config, arguments.overrides)
+    with _report_alone():
+        from maxtext_nvfp4.integration import register
+
+        register()
+        from maxtext_nvfp4.doctor.cluster import Cluster
+        from maxtext_nvfp4.integration.cluster_mesh import plan
+
+        cluster = Cluster(
+            nodes=arguments.nodes or 1,
+            gpus_per_node=arguments.gpus_per_node or 4,
+            rack_gpus=arguments.rack_gpus or 72,
+        )
+        mesh = plan(argv, cluster)
+    print(json.dumps(mesh.to_json(), indent=2) if arguments.json else mesh.to_text())
     return 0

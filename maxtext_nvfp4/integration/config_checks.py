@@ -168,9 +168,8 @@ def check_run(argv: Sequence[str]) -> None:
     with raising_config_errors():
         raw = merged_keys(argv, {})
     check_keys(raw)
-    for key, path in _needed_paths(raw):
-        if "://" not in path and not glob.glob(os.path.expanduser(path)):
-            raise ConfigError(problem(key, raw[key], f"{path} does not exist", f"{key}: a path that exists"))
+    for key, path in missing_paths(raw):
+        raise ConfigError(problem(key, raw[key], f"{path} does not exist", f"{key}: a path that exists"))
     if raw.get("hardware") == "cpu" and raw.get("attention", "autoselected") not in _CPU_ATTENTION:
         why, write = "it has no kernel for CPUs", "attention: dot_product"
         raise ConfigError(problem("attention", raw["attention"], why, write))
@@ -185,6 +184,13 @@ def check_run(argv: Sequence[str]) -> None:
         why = f"hardware: cpu joins a distributed job, but the environment has no {', '.join(missing)}"
         write = "skip_jax_distributed_system: true, to run in one process"
         raise ConfigError(problem("skip_jax_distributed_system", False, why, write))
+
+
+def missing_paths(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Paths and patterns that lead to nothing, with the key that names them."""
+    for key, path in _needed_paths(raw):
+        if "://" not in path and not glob.glob(os.path.expanduser(path)):
+            yield key, path
 
 
 def _needed_paths(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -28,19 +28,27 @@ def checking_recipe(create_checkpoint_manager: Callable[..., Any]) -> Callable[.
         if manager is None or not enabled(config):
             return manager
         latest = checkpointing.latest_step(manager)
-        step = 0 if latest is None else latest + 1
-
-        def check() -> None:
-            folder, first = _origin(config, step)
-            recipe, switch = _recipe(config)
-            history.check(history.read(folder), recipe, switch, first, folder / history.NAME)
-
-        on_first(check)
+        on_first(lambda: check_recipe(config, latest))
         if isinstance(manager, ocp.training.Checkpointer):
             manager.save_checkpointables_async = recording(manager.save_checkpointables_async)
         return manager
 
     return wrapped
+
+
+def check_recipe(config: Any, latest: int | None) -> None:
+    """Compares the recipe of a config with that of the checkpoint it would go on from.
+
+    Args:
+      config: A MaxText config in the nvfp4 mode.
+      latest: The last step that the run's own checkpoints hold; None without any.
+
+    Raises:
+      ConfigError: They differ, and the config does not allow it.
+    """
+    folder, first = _origin(config, 0 if latest is None else latest + 1)
+    recipe, switch = _recipe(config)
+    history.check(history.read(folder), recipe, switch, first, folder / history.NAME)
 
 
 def checking_state(setup_train_loop: Callable[..., Any]) -> Callable[..., Any]:

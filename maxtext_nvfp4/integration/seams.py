@@ -42,8 +42,13 @@ SEAMS = {
     ),
     "maxtext.utils.exceptions": ("StopTraining",),
     "maxtext.utils.max_logging": ("log",),
-    "maxtext.utils.max_utils": ("l2norm_pytree", "transformer_engine_context"),
-    "maxtext.utils.maxtext_utils": ("apply_gradient_clipping", "calculate_tflops_training_per_device"),
+    "maxtext.optimizers.optimizers": ("get_optimizer",),
+    "maxtext.utils.max_utils": ("fill_unspecified_mesh_axes", "l2norm_pytree", "transformer_engine_context"),
+    "maxtext.utils.maxtext_utils": (
+        "apply_gradient_clipping",
+        "calculate_tflops_training_per_device",
+        "create_learning_rate_schedule",
+    ),
     "maxtext.utils.model_creation_utils": ("create_model", "create_nnx_abstract_model"),
     "maxtext.utils.train_utils": (
         "create_checkpoint_manager",
