@@ -65,7 +65,10 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="check machine, config and cluster before a run", description=_doctor.__doc__
     )
     doctor.add_argument(
-        "overrides", nargs="*", metavar="CONFIG.yml key=value", help="a MaxText YAML file and values that win over it"
+        "overrides",
+        nargs="*",
+        metavar="CONFIG.yml key=value",
+        help="a MaxText YAML file and values that win over it",
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     _add_cluster(doctor)
@@ -77,9 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
 
-    mesh = commands.add_parser(
-        "mesh", help="derive the parallelism for a cluster", description=_mesh.__doc__
-    )
+    mesh = commands.add_parser("mesh", help="derive the parallelism for a cluster", description=_mesh.__doc__)
     _add_config(mesh)
     mesh.add_argument("--json", action="store_true", help="print JSON")
     _add_cluster(mesh)
@@ -101,7 +102,9 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=_count, metavar="N", help="machines of the run")
     parser.add_argument("--gpus-per-node", type=_count, metavar="N", help="4 on GB200 and GB300")
-    parser.add_argument("--rack-gpus", type=_count, metavar="N", help="GPUs of an NVLink domain, 72 in an NVL72")
+    parser.add_argument(
+        "--rack-gpus", type=_count, metavar="N", help="GPUs of an NVLink domain, 72 in an NVL72"
+    )
 
 
 def _count(text: str) -> int:

@@ -70,8 +70,10 @@ class Cluster:
 
     def describe(self) -> str:
         """It in words."""
-        text = f"{self.nodes} x {self.gpus_per_node} = {self.devices} devices"
-        return f"{text} in {_domains(self.racks)}" + (f" of {self.per_rack}" if self.racks > 1 else "")
+        text = f"{self.nodes} x {self.gpus_per_node} = {counted(self.devices, 'device')} in "
+        return (
+            text + counted(self.racks, "NVLink domain") + (f" of {self.per_rack}" if self.racks > 1 else "")
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,20 +162,26 @@ def _fill(
     """Sizes whose product is `total`, the keys that had to change, and why they are so."""
     chosen = [name for name, value in sizes.items() if value not in (1, -1)]
     if -1 not in sizes.values() and math.prod(sizes.values()) == total:
-        return dict(sizes), [], f"{network}_*: {_written(network, sizes, chosen)} as written are {total}, {of}"
+        return (
+            dict(sizes),
+            [],
+            f"{network}_*: {_written(network, sizes, chosen)} as written are {total}, {of}",
+        )
     filler = next((name for name, value in sizes.items() if value == -1), preferred)
     kept = [name for name in chosen if name != filler]
+    if preferred in kept and total % math.prod(sizes[name] for name in kept):
+        sizes = {**sizes, filler: 1}  # the axis that may be any size is the one that gives way
+        filler, kept = preferred, [name for name in kept if name != preferred]
     rest = math.prod(sizes[name] for name in kept)
     if total % rest:
         raise ConfigError(_does_not_divide(network, sizes, kept, rest, total, of))
     key, value = _key(network, filler), total // rest
-    why = f"{network}_*: {key} is {value}, what {_written(network, sizes, kept) or 'no other axis'} leave"
-    why += f"{'s' if len(kept) < 2 else ''} of {total}, {of}"
+    others = f"what {_written(network, sizes, kept)} leave{'s' * (len(kept) == 1)} of" if kept else "all"
+    why = f"{network}_*: {key} is {value}, {others} {total}, {of}"
     changed = []
     if sizes[filler] != -1:
         changed.append(key)
-        made = math.prod(sizes.values())
-        why += f"; {_written(network, sizes, [filler])} as written makes {made}"
+        why += f"; {_written(network, sizes, [filler])} as written does not fit"
     return {**sizes, filler: value}, changed, why
 
 
@@ -196,5 +204,6 @@ def _written(network: str, sizes: Mapping[str, int], names: list[str]) -> str:
     return " and ".join(f"{_key(network, name)}={sizes[name]}" for name in names)
 
 
-def _domains(count: int) -> str:
-    return "1 NVLink domain" if count == 1 else f"{count} NVLink domains"
+def counted(count: int, thing: str) -> str:
+    """A number of things in words: `1 device`, `2 devices`."""
+    return f"{count} {thing}{'s' * (count != 1)}"

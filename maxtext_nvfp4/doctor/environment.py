@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from maxtext_nvfp4.doctor.facts import Situation
 from maxtext_nvfp4.doctor.findings import Finding, Status, ok
 
-_ENV_FILE = "scripts/env/gb200.sh"
+_LAUNCHER = "scripts/launch.sh sets it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +87,13 @@ XLA = (
         "XLA_FLAGS",
         lambda value: not _xla(value, "xla_gpu_enable_latency_hiding_scheduler"),
         "without --xla_gpu_enable_latency_hiding_scheduler=true communication waits for compute",
-        f"--xla_gpu_enable_latency_hiding_scheduler=true, as {_ENV_FILE} has it",
+        f"--xla_gpu_enable_latency_hiding_scheduler=true ({_LAUNCHER})",
     ),
     Rule(
         "XLA_FLAGS",
         lambda value: _xla(value, "xla_gpu_enable_triton_gemm", default=True),
         "without --xla_gpu_enable_triton_gemm=false XLA tunes Triton GEMMs for minutes, where cuBLAS is faster",
-        f"--xla_gpu_enable_triton_gemm=false, as {_ENV_FILE} has it",
+        f"--xla_gpu_enable_triton_gemm=false ({_LAUNCHER})",
     ),
     Rule(
         "XLA_FLAGS",
@@ -108,7 +108,7 @@ MEMORY = (
         "XLA_PYTHON_CLIENT_MEM_FRACTION",
         lambda value: not value,
         "JAX then takes 75% of a GPU's memory",
-        "0.9",
+        f"0.9 ({_LAUNCHER})",
     ),
     Rule(
         "XLA_PYTHON_CLIENT_MEM_FRACTION",
@@ -129,8 +129,12 @@ MEMORY = (
         "less than JAX would take by itself",
         "0.9",
     ),
-    Rule("XLA_PYTHON_CLIENT_PREALLOCATE", _is("false", "0"), "memory is then taken bit by bit, and fragments"),
-    Rule("XLA_PYTHON_CLIENT_ALLOCATOR", _is("platform"), "each array is then allocated and freed by the driver"),
+    Rule(
+        "XLA_PYTHON_CLIENT_PREALLOCATE", _is("false", "0"), "memory is then taken bit by bit, and fragments"
+    ),
+    Rule(
+        "XLA_PYTHON_CLIENT_ALLOCATOR", _is("platform"), "each array is then allocated and freed by the driver"
+    ),
 )
 
 NCCL = (
@@ -148,7 +152,11 @@ NCCL = (
 
 JAX = (
     Rule("JAX_DISABLE_JIT", _ON, "every operation then runs by itself", status="problem"),
-    Rule("JAX_ENABLE_X64", _ON, "constants become 64 bits wide, and programs others than those that were tested"),
+    Rule(
+        "JAX_ENABLE_X64",
+        _ON,
+        "constants become 64 bits wide, and programs others than those that were tested",
+    ),
     Rule(
         "JAX_DEBUG_NANS",
         _ON,
@@ -204,9 +212,13 @@ def _judge(situation: Situation, family: str, rules: Iterable[Rule]) -> Finding:
     if not hits:
         return ok(f"{family}: nothing that hurts")
     status: Status = "problem" if any(rule.status == "problem" for rule in hits) else "note"
-    found = "; ".join(f"{_shown(rule.name, environment.get(rule.name))}: {rule.why}" for rule in hits)
-    fixes = dict.fromkeys(f"{rule.name}={rule.write}" if rule.write else f"unset {rule.name}" for rule in hits)
-    return Finding(status, found, "; ".join(fixes))
+    found, fixes = [], []
+    for name in dict.fromkeys(rule.name for rule in hits):
+        whys = [rule.why for rule in hits if rule.name == name]
+        writes = [rule.write for rule in hits if rule.name == name and rule.write]
+        found.append(f"{_shown(name, environment.get(name))}: {', and '.join(whys)}")
+        fixes.append(f"{name}: {' and '.join(writes)}" if writes else f"unset {name}")
+    return Finding(status, "; ".join(found), "; ".join(fixes))
 
 
 def _shown(name: str, value: str | None) -> str:

@@ -44,7 +44,9 @@ def platform(situation: Situation) -> Finding:
     """JAX starts, on the kind of device that the config asks for."""
     jax, run = situation.machine.jax, situation.run
     if jax.error:
-        return problem(f"JAX does not start: {jax.error}", "what the message says; XLA_FLAGS and JAX_* are read then")
+        return problem(
+            f"JAX does not start: {jax.error}", "what the message says; XLA_FLAGS and JAX_* are read then"
+        )
     found = f"JAX has {jax.devices} x {jax.platform}"
     if run is None:
         return ok(found)
@@ -53,7 +55,9 @@ def platform(situation: Situation) -> Finding:
         write = "hardware: cpu and skip_jax_distributed_system: true to try it here"
         if situation.machine.gpus:
             write = "./scripts/install_te.sh, which adds JAX's CUDA packages, and no JAX_PLATFORMS"
-        return problem(f"hardware: {hardware}, but {found}", f"{write}, or --target gb200 to check it as if there")
+        return problem(
+            f"hardware: {hardware}, but {found}", f"{write}, or --target gb200 to check it as if there"
+        )
     if hardware == "cpu" and jax.platform == "gpu":
         return note(f"hardware: cpu, but {found}", "hardware: gpu_multiprocess")
     return ok(f"{found}, hardware: {hardware}")
@@ -98,7 +102,9 @@ def libraries(situation: Situation) -> Finding | None:
         return None
     found = ", ".join(f"{name} {version}" for name, version in machine.libraries.items())
     if absent := [name for name in OLDEST_LIBRARIES if name not in machine.libraries]:
-        return problem(f"not found: {', '.join(absent)}", "./scripts/install_te.sh, or a container with CUDA 13")
+        return problem(
+            f"not found: {', '.join(absent)}", "./scripts/install_te.sh, or a container with CUDA 13"
+        )
     old = [
         f"{name} {machine.libraries[name]} is older than {oldest}"
         for name, oldest in OLDEST_LIBRARIES.items()
@@ -141,7 +147,8 @@ def memory(situation: Situation) -> Finding | None:
     )
     if run.device_bytes > 0.9 * have:
         return problem(
-            found, "more GPUs, or more of them in ici_fsdp_parallelism; dcn_fsdp_parallelism shards over racks too"
+            found,
+            "more GPUs, or more of them in ici_fsdp_parallelism; dcn_fsdp_parallelism shards over racks too",
         )
     if run.device_bytes > 0.6 * have:
         return note(found, "little is left for activations: more FSDP, or remat_policy: full")

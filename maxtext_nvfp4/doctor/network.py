@@ -47,7 +47,9 @@ def clock(situation: Situation) -> Finding | None:
             found = f"the clock may be off by {clock.error_seconds:.3g} s"
         if nodes == 1:
             return ok(f"{found}; one node does without")
-        return note(f"{found}: logs and TLS of {nodes} nodes may disagree", "start chronyd or systemd-timesyncd")
+        return note(
+            f"{found}: logs and TLS of {nodes} nodes may disagree", "start chronyd or systemd-timesyncd"
+        )
     return ok(f"synchronized, off by {clock.error_seconds * 1000:.3g} ms at most")
 
 

@@ -1,5 +1,6 @@
 """The run's mesh, processes and batch on its cluster."""
 
+from maxtext_nvfp4.doctor.cluster import counted
 from maxtext_nvfp4.doctor.facts import Situation
 from maxtext_nvfp4.doctor.findings import Finding, ok, problem
 
@@ -42,7 +43,12 @@ def processes(situation: Situation) -> Finding | None:
             f"{launch.count} processes by {launch.by}, and hardware: gpu, which does not look there for its place",
             "hardware: gpu_multiprocess",
         )
-    if launch.by == "alone" and hardware in ("cpu", "gpu_multiprocess") and cluster.devices == 1 and not alone:
+    if (
+        launch.by == "alone"
+        and hardware in ("cpu", "gpu_multiprocess")
+        and cluster.devices == 1
+        and not alone
+    ):
         return problem(
             f"hardware: {hardware} joins a job of several processes, and this one was started alone",
             "skip_jax_distributed_system: true",
@@ -74,7 +80,7 @@ def batch(situation: Situation) -> Finding | None:
     rows, parts = run.rows, run.row_parts
     if rows % parts:
         return problem(
-            f"a microbatch of {rows} rows does not divide over {parts} devices",
+            f"a microbatch of {counted(rows, 'row')} does not divide over {parts} devices",
             f"a larger per_device_batch_size than {run.keys['per_device_batch_size']}, or fewer data and FSDP parts",
         )
-    return ok(f"{rows} rows over {parts} devices")
+    return ok(f"{counted(rows, 'row')} over {counted(parts, 'device')}")

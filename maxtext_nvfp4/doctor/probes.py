@@ -34,9 +34,7 @@ _LIBRARIES = {
 """By name: its file, and the function that says its version."""
 
 
-def machine(
-    environment: Mapping[str, str], launch: Launch, gpus: tuple[Gpu, ...], driver: str
-) -> Machine:
+def machine(environment: Mapping[str, str], launch: Launch, gpus: tuple[Gpu, ...], driver: str) -> Machine:
     """This machine with its GPUs, and what a process with these environment variables gets from JAX on it."""
     needed = needed_versions()
     return Machine(

@@ -15,6 +15,7 @@ from maxtext_nvfp4.doctor import (
     storage,
     versions,
 )
+from maxtext_nvfp4.doctor.cluster import counted
 from maxtext_nvfp4.doctor.facts import Situation
 from maxtext_nvfp4.doctor.findings import Finding, Outcome
 
@@ -114,11 +115,7 @@ class Diagnosis:
     def summary(self) -> str:
         """The last line of the report."""
         verdict = "the run can start" if self.can_start else "the run cannot start"
-        counts = [
-            f"{count} {word}{'s' if count != 1 else ''}"
-            for word in ("problem", "note")
-            if (count := self.count(word))
-        ]
+        counts = [counted(count, word) for word in ("problem", "note") if (count := self.count(word))]
         return f"{verdict}: {', '.join([*counts, f'{self.count("ok")} ok'])}"
 
     def to_json(self) -> dict[str, Any]:

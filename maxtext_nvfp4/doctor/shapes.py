@@ -10,7 +10,9 @@ def recipe(situation: Situation) -> Finding | None:
     if run is None:
         return None
     if not run.backend_wanted:
-        return note("quantization is not nvfp4: MaxText trains as without this package", "quantization: nvfp4")
+        return note(
+            "quantization is not nvfp4: MaxText trains as without this package", "quantization: nvfp4"
+        )
     if run.shapes is None or run.shapes.fault:
         return None
     count, total = run.shapes.gemms
@@ -29,7 +31,9 @@ def gemms(situation: Situation) -> Finding | None:
     if run is None or run.shapes is None:
         return None
     if run.shapes.fault:
-        return problem(run.shapes.fault, "one of the ways that each line names; nvfp4.on_unsupported: bf16 is for all")
+        return problem(
+            run.shapes.fault, "one of the ways that each line names; nvfp4.on_unsupported: bf16 is for all"
+        )
     if changed := list(run.shapes.changed):
         return note(
             f"{len(changed)} sites are changed to what the backend can run: {listed(changed, 2)}",
@@ -44,5 +48,7 @@ def uncovered(situation: Situation) -> Finding | None:
     if run is None or run.shapes is None or run.shapes.fault:
         return None
     if parts := list(run.shapes.uncovered):
-        return note(f"in high precision: {listed(parts)}", "nothing; the speed-up is that of the other layers")
+        return note(
+            f"in high precision: {listed(parts)}", "nothing; the speed-up is that of the other layers"
+        )
     return ok("only attention, router and head stay outside")

@@ -19,9 +19,13 @@ def folder(situation: Situation) -> Finding | None:
             "enable_checkpointing: true, and checkpoint_period",
         )
     if not place.nearest:
-        return note(f"{place.path} is not a file system, and was not tried", "write a file there with your tools")
+        return note(
+            f"{place.path} is not a file system, and was not tried", "write a file there with your tools"
+        )
     if not place.writable:
-        return problem(f"{place.nearest} is not writable", "base_output_directory: a folder that you may write")
+        return problem(
+            f"{place.nearest} is not writable", "base_output_directory: a folder that you may write"
+        )
     return ok(f"{place.path}, on {place.kind}")
 
 

@@ -12,7 +12,9 @@ def python(situation: Situation) -> Finding:
     found, needed = situation.machine.python, situation.machine.needed["python"]
     if _same(found, needed):
         return ok(f"Python {found}")
-    return problem(f"Python {found}, and {needed} is needed", "./scripts/setup.sh, which finds or installs it")
+    return problem(
+        f"Python {found}, and {needed} is needed", "./scripts/setup.sh, which finds or installs it"
+    )
 
 
 def pinned(situation: Situation) -> Finding:
@@ -22,7 +24,9 @@ def pinned(situation: Situation) -> Finding:
     wrong = {name: pin for name, pin in pins.items() if not _same(machine.packages.get(name, ""), pin)}
     if not wrong:
         return ok(", ".join(f"{name} {pin}" for name, pin in pins.items()))
-    found = [f"{name} {machine.packages.get(name, 'not installed')}, needed {pin}" for name, pin in wrong.items()]
+    found = [
+        f"{name} {machine.packages.get(name, 'not installed')}, needed {pin}" for name, pin in wrong.items()
+    ]
     packages = " ".join(f"{name}=={pin}" for name, pin in wrong.items())
     return problem("; ".join(found), f"./scripts/setup.sh, or pip install {packages}")
 
@@ -32,7 +36,9 @@ def orbax(situation: Situation) -> Finding:
     machine = situation.machine
     found, tested = machine.packages.get("orbax-checkpoint", ""), machine.needed["orbax-checkpoint"]
     if not found:
-        return problem("orbax-checkpoint is not installed", "./scripts/setup.sh, or pip install orbax-checkpoint")
+        return problem(
+            "orbax-checkpoint is not installed", "./scripts/setup.sh, or pip install orbax-checkpoint"
+        )
     if _same(found, tested):
         return ok(f"orbax-checkpoint {found}")
     return note(
@@ -61,7 +67,9 @@ def transformer_engine(situation: Situation) -> Finding:
         user = "attention: cudnn_flash_te" if attention else "backend transformer_engine"
         if wanted or attention:
             return problem(f"{user}: {fault}", "./scripts/install_te.sh")
-        return ok(f"not used {'by this run' if run else 'but on Blackwell GPUs'}: {fault}")
+        return ok(
+            "this run does without Transformer Engine" if run else f"without Transformer Engine: {fault}"
+        )
     if _same(found, tested):
         return ok(f"Transformer Engine {found}")
     return note(

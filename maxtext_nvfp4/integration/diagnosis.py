@@ -44,7 +44,11 @@ def diagnose(argv: Sequence[str] | None, options: Options) -> Diagnosis:
     seen = probes.as_target(machine, target) if target else machine
 
     alone = Situation(
-        machine=seen, cluster=_cluster(options, target, seen, place, ""), launch=place, run=None, target=target
+        machine=seen,
+        cluster=_cluster(options, target, seen, place, ""),
+        launch=place,
+        run=None,
+        target=target,
     )
     if argv is None:
         return examine(alone)

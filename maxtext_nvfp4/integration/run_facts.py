@@ -14,7 +14,7 @@ from maxtext_nvfp4.doctor.facts import Folder, Run, Shapes
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.integration import cluster_mesh
 from maxtext_nvfp4.integration.attach import for_another_machine, resolve
-from maxtext_nvfp4.integration.config import enabled, load_config, mode_defaults, recipe_of
+from maxtext_nvfp4.integration.config import enabled, load_config, mode_defaults
 from maxtext_nvfp4.integration.config_checks import MODE, missing_paths
 from maxtext_nvfp4.integration.config_errors import raising_setup_errors
 from maxtext_nvfp4.integration.config_files import chosen_keys
@@ -141,9 +141,7 @@ def _abstract_model(config: Any) -> nnx.Module:
     return model
 
 
-def _shapes(
-    model: nnx.Module, config: Any, raw: Mapping[str, Any], capability: str, engine: bool
-) -> Shapes:
+def _shapes(model: nnx.Module, config: Any, raw: Mapping[str, Any], capability: str, engine: bool) -> Shapes:
     """What becomes of the 4-bit GEMMs on the backend that the run will use."""
     recipe = load_recipe(raw.get("nvfp4"))
     name = recipe.backend
