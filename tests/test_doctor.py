@@ -28,7 +28,9 @@ def facts(folder: Path, cluster: Cluster = TRAYS, look=lambda path: LUSTRE, **ke
     config = folder / "tiny.yml"
     merged = {key: value for key, value in {**MODEL, **keys}.items() if value is not None}
     config.write_text(yaml.safe_dump({"base_output_directory": str(folder), **merged}))
-    return run_facts.read(["", str(config)], cluster, GPU.capability, True, look)
+    return run_facts.read(
+        ["", str(config)], cluster, capability=GPU.capability, engine=True, environment={}, look=look
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,12 @@ BROKEN = {
     ),
     "no GPU": (
         {"machine": machine(gpus=(), driver="", libraries={}, jax=JaxView(platform="cpu", devices=1))},
-        ("nvfp4_hardware", "note", "NVFP4 hardware is missing: there is no NVIDIA GPU", "emulated works here"),
+        (
+            "nvfp4_hardware",
+            "note",
+            "NVFP4 hardware is missing: there is no NVIDIA GPU",
+            "emulated works here",
+        ),
     ),
     "a config for GPUs on a machine without": (
         {"machine": machine(gpus=(), driver="", libraries={}, jax=JaxView(platform="cpu", devices=1))},
@@ -185,7 +192,49 @@ BROKEN = {
         {"launch": launch.read({"JAX_PROCESS_COUNT": "8"}, 4)},
         ("processes", "problem", "without JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID", "docs/clusters.md"),
     ),
+    # Choices
+    "the score matrix in memory": (
+        {"keys": {"attention": "dot_product"}},
+        ("attention", "note", "score matrix", "attention: cudnn_flash_te"),
+    ),
+    "packing without a limit": (
+        {"keys": {"packing": True, "dataset_type": "grain", "max_segments_per_seq": -1}},
+        ("attention", "problem", "max_segments_per_seq: -1", "max_segments_per_seq: 32"),
+    ),
+    "everything computed twice": (
+        {"keys": {"remat_policy": "full"}},
+        ("remat", "note", "repeats the forward pass", "minimal_with_context_and_quantization"),
+    ),
+    "quantized twice": (
+        {"keys": {"remat_policy": "minimal_with_context"}},
+        ("remat", "note", "a second time", "minimal_with_context_and_quantization"),
+    ),
+    "layers compiled one by one": (
+        {"keys": {"scan_layers": False, "num_decoder_layers": 20}},
+        ("scan", "note", "20 layers", "scan_layers: true"),
+    ),
+    "gradients in BF16": (
+        {"keys": {"grad_dtype": "bfloat16"}},
+        ("gradient_accumulation", "note", "before the optimizer", "grad_dtype: float32"),
+    ),
+    "accumulation in BF16": (
+        {"keys": {"shard_optimizer_over_data": True}},
+        (
+            "gradient_accumulation",
+            "note",
+            "accumulated gradients become BF16",
+            "shard_optimizer_over_data: false",
+        ),
+    ),
     # Environment
+    "keys in the environment": (
+        {"run": ("overridden", ("M_STEPS",))},
+        ("config_environment", "note", "M_STEPS", "unset M_STEPS, and write steps=VALUE after the config"),
+    ),
+    "no checkpoints": (
+        {"run": ("folder", None)},
+        ("checkpoint_folder", "note", "begins again", "enable_checkpointing: true"),
+    ),
     "a setting for Hopper": (
         {"machine": machine(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})},
         ("cuda_environment", "note", "CUDA_DEVICE_MAX_CONNECTIONS=1", "unset CUDA_DEVICE_MAX_CONNECTIONS"),
@@ -213,7 +262,9 @@ BROKEN = {
     "Triton GEMMs": (
         {
             "machine": machine(
-                environment={"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler --xla_gpu_enable_triton_gemm"}
+                environment={
+                    "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler --xla_gpu_enable_triton_gemm"
+                }
             )
         },
         ("xla_flags", "note", "Triton GEMMs", "--xla_gpu_enable_triton_gemm=false"),
@@ -289,7 +340,10 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_machine(name, run):
     changes, (check, status, found, fix) = BROKEN[name]
-    finding = outcome(examine(situation(run, **changes)), check)
+    if "run" in changes:
+        field, value = changes["run"]
+        changes = {"run": dataclasses.replace(run, **{field: value})}
+    finding = outcome(examine(situation(**{"run": run, **changes})), check)
     assert finding.status == status
     assert found in finding.found
     assert fix in finding.fix
@@ -392,41 +446,9 @@ CONFIGS = {
         {"nvfp4": {"backend": "emulated"}},
         ("backend_speed", "note", "costs more", "nvfp4.backend: auto"),
     ),
-    "the score matrix in memory": (
-        {"attention": "dot_product"},
-        ("attention", "note", "score matrix", "attention: cudnn_flash_te"),
-    ),
-    "packing without a limit": (
-        {"packing": True, "dataset_type": "hf", "max_segments_per_seq": -1},
-        ("attention", "problem", "max_segments_per_seq: -1", "max_segments_per_seq: 32"),
-    ),
-    "everything computed twice": (
-        {"remat_policy": "full"},
-        ("remat", "note", "repeats the forward pass", "minimal_with_context_and_quantization"),
-    ),
-    "quantized twice": (
-        {"remat_policy": "minimal_with_context"},
-        ("remat", "note", "a second time", "minimal_with_context_and_quantization"),
-    ),
-    "layers compiled one by one": (
-        {"scan_layers": False, "base_num_decoder_layers": 20},
-        ("scan", "note", "20 layers", "scan_layers: true"),
-    ),
     "weights in BF16": (
         {"weight_dtype": "bfloat16"},
         ("gradient_accumulation", "note", "accumulated in it", "weight_dtype: float32, mu_dtype: float32"),
-    ),
-    "gradients in BF16": (
-        {"grad_dtype": "bfloat16"},
-        ("gradient_accumulation", "note", "before the optimizer", "grad_dtype: float32"),
-    ),
-    "accumulation in BF16": (
-        {"shard_optimizer_over_data": True, "ici_data_parallelism": -1, "ici_fsdp_parallelism": 1},
-        ("gradient_accumulation", "note", "accumulated gradients become BF16", "shard_optimizer_over_data: false"),
-    ),
-    "no checkpoints": (
-        {"enable_checkpointing": False},
-        ("checkpoint_folder", "note", "begins again", "enable_checkpointing: true"),
     ),
     "data that is not there": (
         {
@@ -478,7 +500,9 @@ def test_sizes_are_those_after_sharding(run):
     norms = emb * (2 * layers + 1)
     matrices = layers * (4 * emb * heads + 3 * emb * mlp) + 2 * vocabulary * emb
     assert run.parameters == matrices + norms
-    assert run.checkpoint_bytes == pytest.approx(12 * run.parameters, abs=16)  # and the optimizer's step count
+    assert run.checkpoint_bytes == pytest.approx(
+        12 * run.parameters, abs=16
+    )  # and the optimizer's step count
     # Eight parts of everything but the norms, which are whole: parameter, two moments, gradient.
     assert run.device_bytes == pytest.approx(16 * (matrices / 8 + norms), rel=0.01)
 

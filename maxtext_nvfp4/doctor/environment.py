@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from maxtext_nvfp4.doctor.facts import Situation
-from maxtext_nvfp4.doctor.findings import Finding, Status, ok
+from maxtext_nvfp4.doctor.findings import Finding, Status, note, ok
 
 _LAUNCHER = "scripts/launch.sh sets it"
 
@@ -203,6 +203,20 @@ def nccl(situation: Situation) -> Finding | None:
 def jax(situation: Situation) -> Finding:
     """`JAX_*`, `DECOUPLE_GCLOUD`: no leftovers of a debugging session."""
     return _judge(situation, "JAX_*", (*JAX, *([_PLATFORMS] if situation.on_gpus else ())))
+
+
+def config(situation: Situation) -> Finding | None:
+    """`M_*`: no variable changes a key of the config."""
+    run = situation.run
+    if run is None:
+        return None
+    if names := run.overridden:
+        keys = " ".join(f"{name.removeprefix('M_').lower()}=VALUE" for name in names)
+        return note(
+            f"{', '.join(names)}: MaxText takes these over what the config says; they were not applied here",
+            f"unset {' '.join(names)}, and write {keys} after the config",
+        )
+    return ok("M_*: nothing changes the config")
 
 
 def _judge(situation: Situation, family: str, rules: Iterable[Rule]) -> Finding:

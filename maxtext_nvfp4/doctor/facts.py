@@ -160,6 +160,7 @@ class Run:
       token_parts: Devices that split rows and sequences.
       folder: Where checkpoints go; None if there are none.
       missing_paths: `key: path` of what is named and is not there.
+      overridden: Environment variables by which MaxText takes another value for a key than the config's.
       refusal: Why the checkpoints that are there would not be taken up; empty if they would.
     """
 
@@ -177,6 +178,7 @@ class Run:
     token_parts: int
     folder: Folder | None
     missing_paths: tuple[str, ...]
+    overridden: tuple[str, ...] = ()
     refusal: str = ""
 
 

@@ -90,6 +90,7 @@ CHECKS = (
     Check("xla_memory", environment.memory, "machine"),
     Check("nccl_environment", environment.nccl, "machine"),
     Check("jax_environment", environment.jax, "machine"),
+    Check("config_environment", environment.config, "machine"),
     Check("shared_memory", network.shared_memory, "hardware"),
     Check("locked_memory", network.locked_memory, "hardware"),
     Check("clock", network.clock, "hardware"),

@@ -56,24 +56,25 @@ def diagnose(argv: Sequence[str] | None, options: Options) -> Diagnosis:
     if packages.status == "problem":  # MaxText cannot be asked
         unread = dataclasses.replace(packages, found=f"CONFIG was not read: {packages.found}")
         return Diagnosis((*examine(alone).outcomes, Outcome("config", unread)))
-    with _on_cpu():
-        cluster, run = _read(argv, options, target, seen, place)
+    with _undisturbed():
+        cluster, run = _read(argv, options, alone)
     return examine(dataclasses.replace(alone, cluster=cluster, run=run))
 
 
-def _read(
-    argv: Sequence[str], options: Options, target: Target | None, machine: Machine, place: launch.Launch
-) -> tuple[Cluster, Run]:
+def _read(argv: Sequence[str], options: Options, alone: Situation) -> tuple[Cluster, Run]:
+    """The cluster that a config is for, and the facts of its run there."""
     register()
     from maxtext_nvfp4.integration import cluster_mesh, run_facts
 
+    machine, target = alone.machine, alone.target
     hardware = str(cluster_mesh.checked_keys(argv)["hardware"])
-    cluster = _cluster(options, target, machine, place, hardware)
+    cluster = _cluster(options, target, machine, alone.launch, hardware)
     run = run_facts.read(
         argv,
         cluster,
         capability=machine.gpus[0].capability if machine.gpus and hardware.startswith("gpu") else "",
         engine=target is not None or machine.jax.engine is None,
+        environment=machine.environment,
         look=probes.folder,
     )
     return cluster, run
@@ -96,15 +97,15 @@ def _cluster(
 
 
 @contextlib.contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Within it JAX starts on the CPU, whatever the environment says: it computes nothing here.
+def _undisturbed() -> Iterator[None]:
+    """Within it JAX starts on the CPU, as it computes nothing, and variables that would interfere are hidden.
 
-    A wrong XLA_FLAGS would end this process; the probe of JAX has read it already.
+    A wrong XLA_FLAGS would end this process; the probe of JAX has read it already. Those that begin with M_ are
+    MaxText's way to override a config.
     """
     jax.config.update("jax_platforms", "cpu")
-    flags = os.environ.pop("XLA_FLAGS", None)
+    hidden = {name: os.environ.pop(name) for name in [*os.environ] if name == "XLA_FLAGS" or name[:2] == "M_"}
     try:
         yield
     finally:
-        if flags is not None:
-            os.environ["XLA_FLAGS"] = flags
+        os.environ.update(hidden)

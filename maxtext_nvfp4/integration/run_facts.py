@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from maxtext.configs import pyconfig
 
 from maxtext_nvfp4.backends import te_library
 from maxtext_nvfp4.doctor.cluster import Cluster, MeshPlan, derive
@@ -43,7 +44,13 @@ _DTYPES = ("grad_dtype", "mu_dtype", "weight_dtype")
 
 
 def read(
-    argv: Sequence[str], cluster: Cluster, capability: str, engine: bool, look: Callable[[str], Folder]
+    argv: Sequence[str],
+    cluster: Cluster,
+    *,
+    capability: str,
+    engine: bool,
+    environment: Mapping[str, str],
+    look: Callable[[str], Folder],
 ) -> Run:
     """The facts of a run.
 
@@ -52,6 +59,7 @@ def read(
       cluster: Where it is to run.
       capability: Compute capability of the GPUs there; empty without any.
       engine: Whether Transformer Engine can be used there.
+      environment: Environment variables of the run; those that MaxText reads must be hidden from this process.
       look: Looks at a folder for checkpoints.
 
     Raises:
@@ -85,6 +93,7 @@ def read(
         token_parts=parts(TOKENS),
         folder=folder,
         missing_paths=tuple(f"{key}: {path}" for key, path in missing_paths(raw)),
+        overridden=tuple(name for key in raw if (name := pyconfig.yaml_key_to_env_key(key)) in environment),
         refusal=_refusal(config, folder),
     )
 

@@ -22,6 +22,7 @@ SEAMS = {
         "initialize",
         "initialize_pydantic",
         "resolve_config_path",
+        "yaml_key_to_env_key",
         "_BASE_CONFIG_ATTR",
         "_handle_config_exception",
         "_load_config",
