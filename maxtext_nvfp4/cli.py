@@ -113,8 +113,9 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _config_argv(path: str, overrides: Sequence[str]) -> list[str]:
+def _config_argv(arguments: argparse.Namespace) -> list[str]:
     """Arguments as MaxText takes them, after checking what it would only trip over."""
+    path = arguments.config
     example = "the path of a MaxText YAML such as configs/demo-cpu.yml"
     if not path.endswith(".yml"):
         why = "the name of a config ends in .yml, and it comes before the key=value pairs"
@@ -122,11 +123,11 @@ def _config_argv(path: str, overrides: Sequence[str]) -> list[str]:
     if not os.path.isfile(path):
         why = "a directory" if os.path.isdir(path) else "no such file"
         raise ConfigError(f"{path}: {why}; write {example}")
-    for pair in overrides:
+    for pair in arguments.overrides:
         key, equals, _ = pair.partition("=")
         if not equals or not key:
             raise ConfigError(f"{pair}: got an argument without a value; write key=value, such as steps=100")
-    return ["maxtext-nvfp4", path, *overrides]
+    return ["maxtext-nvfp4", path, *arguments.overrides]
 
 
 @contextlib.contextmanager
@@ -142,7 +143,7 @@ def _report_alone() -> Iterator[None]:
 
 def _train(arguments: argparse.Namespace) -> int:
     """Trains with MaxText's own loop; CONFIG.yml and key=value pairs are MaxText's."""
-    argv = _config_argv(arguments.config, arguments.overrides)
+    argv = _config_argv(arguments)
     from maxtext_nvfp4.integration import register
 
     register()
@@ -158,7 +159,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     """Prints the precision of each site, layer range and GEMM, without allocating weights."""
-    argv = _config_argv(arguments.config, arguments.overrides)
+    argv = _config_argv(arguments)
     with _report_alone():
         from maxtext_nvfp4.integration import register
 
@@ -175,8 +176,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     Exits with 0 if the run can start, else with 2.
     """
-    words = arguments.overrides
-    argv = _config_argv(words[0], words[1:]) if words else None
+    # One list for both: argparse would take an optional CONFIG.yml only before the options.
+    arguments.config, arguments.overrides = next(iter(arguments.overrides), None), arguments.overrides[1:]
+    argv = _config_argv(arguments) if arguments.config else None
     with _report_alone():
         from maxtext_nvfp4.integration.diagnosis import Options, diagnose
 
@@ -193,7 +195,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _mesh(arguments: argparse.Namespace) -> int:
     """Prints the ici_* and dcn_* parallelism of a config on a cluster, and why; --nodes 1 if it is not given."""
-    argv = _config_argv(arguments.config, arguments.overrides)
+    argv = _config_argv(arguments)
     with _report_alone():
         from maxtext_nvfp4.integration import register
 

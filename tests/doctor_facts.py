@@ -74,7 +74,7 @@ def machine(*, environment: dict[str, str] | None = None, **changes: Any) -> Mac
 
 def situation(run: Any, *, keys: dict[str, Any] | None = None, **changes: Any) -> Situation:
     """The good situation with some facts changed; `keys` are the run's."""
-    good = Situation(machine=MACHINE, cluster=TRAYS, launch=LAUNCH, run=run, target=None)
+    good = Situation(machine=MACHINE, cluster=TRAYS, cluster_given=False, launch=LAUNCH, run=run, target=None)
     if keys:
         changes["run"] = dataclasses.replace(run, keys={**run.keys, **keys})
     return dataclasses.replace(good, **changes)

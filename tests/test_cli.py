@@ -70,7 +70,7 @@ def test_help_names_every_command(capsys):
         cli.main(["--help"])
     assert exit_.value.code == 0
     out = capsys.readouterr().out
-    assert all(f"\n    {command}" in out for command in ("train", "explain", "corpus"))
+    assert all(f"\n    {command}" in out for command in ("train", "explain", "doctor", "mesh", "corpus"))
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,20 @@ ROOT = Path(__file__).parents[1]
 
 def facts(folder: Path, cluster: Cluster = TRAYS, look=lambda path: LUSTRE, **keys):
     """The facts of a run of the small model with other keys, from its config."""
-    from maxtext_nvfp4.integration import run_facts
+    from maxtext_nvfp4.integration import cluster_mesh, run_facts
 
     config = folder / "tiny.yml"
     merged = {key: value for key, value in {**MODEL, **keys}.items() if value is not None}
     config.write_text(yaml.safe_dump({"base_output_directory": str(folder), **merged}))
+    argv = ["", str(config)]
     return run_facts.read(
-        ["", str(config)], cluster, capability=GPU.capability, engine=True, environment={}, look=look
+        argv,
+        cluster_mesh.checked_keys(argv),
+        cluster,
+        capability=GPU.capability,
+        engine=True,
+        environment={},
+        look=look,
     )
 
 
@@ -175,6 +182,10 @@ BROKEN = {
     "too many processes": (
         {"launch": dataclasses.replace(LAUNCH, count=16)},
         ("processes", "problem", "16 processes by slurm for 8 GPUs", "one process per GPU"),
+    ),
+    "GPUs that the config leaves idle": (
+        {"keys": {"hardware": "cpu"}},
+        ("hardware_key", "note", "leaves 4 x NVIDIA GB200 idle", "hardware: gpu_multiprocess"),
     ),
     "processes that do not find each other": (
         {"keys": {"skip_jax_distributed_system": True}},
@@ -471,6 +482,12 @@ def test_broken_config(name, run, tmp_path):
     assert fix in finding.fix
 
 
+def test_a_look_before_the_job_may_have_one_process_a_node(run):
+    one_each = dataclasses.replace(LAUNCH, count=2, process=1)
+    finding = outcome(examine(situation(run, launch=one_each, cluster_given=True)), "processes")
+    assert finding.status == "ok"
+
+
 def test_a_model_that_is_too_large(run):
     large = dataclasses.replace(run, device_bytes=180_000_000_000)
     finding = outcome(examine(situation(large)), "gpu_memory")
@@ -550,7 +567,9 @@ def test_a_machine_alone_is_checked_without_a_config():
     bare = machine(gpus=(), driver="", libraries={}, jax=JaxView(platform="cpu", devices=1), coordinator=None)
     one = Cluster(nodes=1, gpus_per_node=1, rack_gpus=1)
     diagnosis = examine(
-        Situation(machine=bare, cluster=one, launch=launch.read({}, 1), run=None, target=None)
+        Situation(
+            machine=bare, cluster=one, cluster_given=False, launch=launch.read({}, 1), run=None, target=None
+        )
     )
     assert diagnosis.can_start
     assert {one.name for one in diagnosis.outcomes if one.finding.status == "note"} == {"nvfp4_hardware"}

@@ -189,6 +189,7 @@ class Situation:
     Attributes:
       machine: This machine, its hardware replaced where there is a target.
       cluster: What the run is meant for.
+      cluster_given: Whether it was given by hand, and this process may be no part of the job.
       launch: How this process was started.
       run: None without a config.
       target: The hardware that was asked for in place of this machine's.
@@ -196,6 +197,7 @@ class Situation:
 
     machine: Machine
     cluster: Cluster
+    cluster_given: bool
     launch: Launch
     run: Run | None
     target: Target | None

@@ -40,6 +40,22 @@ def _without(gpu: Gpu) -> str:
     return text
 
 
+def key(situation: Situation) -> Finding | None:
+    """`hardware` names the kind of device that is there."""
+    run, gpus = situation.run, situation.machine.gpus
+    if run is None:
+        return None
+    hardware = str(run.keys["hardware"])
+    if hardware.startswith("tpu") and situation.machine.jax.platform != "tpu":
+        return problem(
+            f"hardware: {hardware}, which is MaxText's default, and there is no TPU",
+            f"hardware: {'gpu_multiprocess' if gpus else 'cpu'}",
+        )
+    if hardware == "cpu" and gpus:
+        return note(f"hardware: cpu leaves {len(gpus)} x {gpus[0].name} idle", "hardware: gpu_multiprocess")
+    return ok(f"hardware: {hardware}")
+
+
 def platform(situation: Situation) -> Finding:
     """JAX starts, on the kind of device that the config asks for."""
     jax, run = situation.machine.jax, situation.run
@@ -58,8 +74,6 @@ def platform(situation: Situation) -> Finding:
         return problem(
             f"hardware: {hardware}, but {found}", f"{write}, or --target gb200 to check it as if there"
         )
-    if hardware == "cpu" and jax.platform == "gpu":
-        return note(f"hardware: cpu, but {found}", "hardware: gpu_multiprocess")
     return ok(f"{found}, hardware: {hardware}")
 
 

@@ -53,7 +53,8 @@ def processes(situation: Situation) -> Finding | None:
             f"hardware: {hardware} joins a job of several processes, and this one was started alone",
             "skip_jax_distributed_system: true",
         )
-    if hardware == "gpu_multiprocess" and launch.count > 1 and launch.count != cluster.devices:
+    counts = hardware == "gpu_multiprocess" and launch.count > 1 and not situation.cluster_given
+    if counts and launch.count != cluster.devices:
         found = f"{launch.count} processes by {launch.by} for {cluster.devices} GPUs"
         if launch.count == cluster.nodes:
             found += ": each would see one GPU of its node, and the others idle"

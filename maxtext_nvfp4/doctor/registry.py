@@ -60,6 +60,7 @@ CHECKS = (
     Check("other_packages", versions.others, "machine"),
     Check("transformer_engine", versions.transformer_engine, "machine"),
     Check("nvfp4_hardware", hardware.nvfp4, "run"),
+    Check("hardware_key", hardware.key, "run"),
     Check("platform", hardware.platform, "hardware"),
     Check("visible_gpus", hardware.visible, "hardware"),
     Check("driver", hardware.driver, "hardware"),

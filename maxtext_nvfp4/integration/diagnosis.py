@@ -46,6 +46,7 @@ def diagnose(argv: Sequence[str] | None, options: Options) -> Diagnosis:
     alone = Situation(
         machine=seen,
         cluster=_cluster(options, target, seen, place, ""),
+        cluster_given=options.nodes is not None,
         launch=place,
         run=None,
         target=target,
@@ -66,11 +67,12 @@ def _read(argv: Sequence[str], options: Options, alone: Situation) -> tuple[Clus
     register()
     from maxtext_nvfp4.integration import cluster_mesh, run_facts
 
-    machine, target = alone.machine, alone.target
-    hardware = str(cluster_mesh.checked_keys(argv)["hardware"])
+    machine, target, raw = alone.machine, alone.target, cluster_mesh.checked_keys(argv)
+    hardware = str(raw["hardware"])
     cluster = _cluster(options, target, machine, alone.launch, hardware)
     run = run_facts.read(
         argv,
+        raw,
         cluster,
         capability=machine.gpus[0].capability if machine.gpus and hardware.startswith("gpu") else "",
         engine=target is not None or machine.jax.engine is None,

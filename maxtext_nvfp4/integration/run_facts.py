@@ -45,6 +45,7 @@ _DTYPES = ("grad_dtype", "mu_dtype", "weight_dtype")
 
 def read(
     argv: Sequence[str],
+    raw: Mapping[str, Any],
     cluster: Cluster,
     *,
     capability: str,
@@ -56,6 +57,7 @@ def read(
 
     Args:
       argv: Program name, YAML file, then `key=value` arguments.
+      raw: All keys of the config, as `cluster_mesh.checked_keys` gives them.
       cluster: Where it is to run.
       capability: Compute capability of the GPUs there; empty without any.
       engine: Whether Transformer Engine can be used there.
@@ -65,7 +67,6 @@ def read(
     Raises:
       ConfigError: Anything wrong in the config that has nothing to do with the cluster.
     """
-    raw = cluster_mesh.checked_keys(argv)
     mesh, mesh_fault, mesh_fix = _mesh(raw, cluster)
     config = _load(argv, raw, mesh)
     with raising_setup_errors(), for_another_machine():
