@@ -132,7 +132,7 @@ BROKEN = {
     ),
     "a flag XLA does not know": (
         {"machine": machine(jax=JaxView(error="Unknown flag in XLA_FLAGS: --xla_gpu_magic"))},
-        ("platform", "problem", "--xla_gpu_magic", "XLA_FLAGS"),
+        ("jax_start", "problem", "--xla_gpu_magic", "XLA_FLAGS"),
     ),
     "one GPU of four seen": (
         {"machine": machine(jax=JaxView(platform="gpu", devices=1))},
@@ -360,6 +360,13 @@ def test_broken_machine(name, run):
     assert fix in finding.fix
 
 
+def test_what_a_vendor_appends_to_a_version_does_not_count(run):
+    packages = {name: f"{version}+nv27.1" for name, version in MACHINE.packages.items()}
+    diagnosis = examine(situation(run, machine=machine(packages=packages)))
+    for name in ("pinned_packages", "orbax", "transformer_engine"):
+        assert outcome(diagnosis, name).status == "ok"
+
+
 STORAGE = {
     "a folder of others": (
         {"writable": False},
@@ -552,6 +559,7 @@ def test_a_target_stands_in_for_the_hardware(run):
         shared_memory=None,
         environment={"JAX_PLATFORMS": "cpu"},
     )
+    assert not examine(situation(run, machine=bare)).can_start
     diagnosis = examine(situation(run, machine=bare, target=TARGETS["gb200"]))
     assert diagnosis.can_start
     for name in ("python", "transformer_engine", "jax_environment"):

@@ -74,6 +74,7 @@ def test_what_jax_gives_this_environment(monkeypatch):
     assert (view.platform, view.devices, view.error) == ("cpu", 1, "")
     broken = probes._jax({**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_gpu_magic=true"})
     assert broken.devices == 0
+    assert broken.engine
     assert "xla_gpu_magic" in broken.error
     assert "\n" not in broken.error
 

@@ -56,16 +56,22 @@ def key(situation: Situation) -> Finding | None:
     return ok(f"hardware: {hardware}")
 
 
-def platform(situation: Situation) -> Finding:
-    """JAX starts, on the kind of device that the config asks for."""
-    jax, run = situation.machine.jax, situation.run
+def start(situation: Situation) -> Finding:
+    """JAX starts in this environment."""
+    jax = situation.machine.jax
     if jax.error:
         return problem(
             f"JAX does not start: {jax.error}", "what the message says; XLA_FLAGS and JAX_* are read then"
         )
+    return ok(f"JAX has {jax.devices} x {jax.platform}")
+
+
+def platform(situation: Situation) -> Finding | None:
+    """JAX has the kind of device that the config asks for."""
+    jax, run = situation.machine.jax, situation.run
+    if run is None or jax.error:
+        return None
     found = f"JAX has {jax.devices} x {jax.platform}"
-    if run is None:
-        return ok(found)
     hardware = str(run.keys["hardware"])
     if situation.on_gpus and jax.platform != "gpu":
         write = "hardware: cpu and skip_jax_distributed_system: true to try it here"

@@ -156,10 +156,14 @@ def _jax(environment: Mapping[str, str]) -> JaxView:
             command, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
     except subprocess.TimeoutExpired:
-        return JaxView(error="it did not answer within 300 s")
+        return _no_jax("it did not answer within 300 s")
     if done.returncode:
-        return JaxView(error=last_words(done.stderr, done.returncode))
+        return _no_jax(last_words(done.stderr, done.returncode))
     return JaxView(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _no_jax(error: str) -> JaxView:
+    return JaxView(error=error, engine="JAX does not start, so Transformer Engine could not be tried")
 
 
 def last_words(stderr: str, status: int) -> str:

@@ -61,6 +61,7 @@ CHECKS = (
     Check("transformer_engine", versions.transformer_engine, "machine"),
     Check("nvfp4_hardware", hardware.nvfp4, "run"),
     Check("hardware_key", hardware.key, "run"),
+    Check("jax_start", hardware.start, "machine"),
     Check("platform", hardware.platform, "hardware"),
     Check("visible_gpus", hardware.visible, "hardware"),
     Check("driver", hardware.driver, "hardware"),
