@@ -56,7 +56,7 @@ without() {
 # Completes JAX_COORDINATOR_ADDRESS with the default port.
 coordinator_of_environment() {
     coordinator=$JAX_COORDINATOR_ADDRESS
-    [[ $coordinator =~ ^(\[[^]]+\]|[^][:]+)(:([1-9][0-9]{0,4}))?$ && ${BASH_REMATCH[3]:-1} -le 65535 ]] ||
+    [[ $coordinator =~ ^(\[[^]]+\]|[^]:[]+)(:([1-9][0-9]{0,4}))?$ && ${BASH_REMATCH[3]:-1} -le 65535 ]] ||
         refuse "JAX_COORDINATOR_ADDRESS=$coordinator: write host or host:port, such as node1:$DEFAULT_PORT"
     [[ -n ${BASH_REMATCH[2]} ]] || coordinator+=:$DEFAULT_PORT
 }
@@ -160,13 +160,12 @@ alone() {
 find_program || refuse "maxtext-nvfp4 is neither in $VENV nor on PATH; run scripts/setup.sh"
 count_gpus
 device=
-kubernetes=(PODS_IN_JOB JOBS PROCESSES_PER_POD)
 if [[ -v SLURM_PROCID || -v SLURM_NTASKS || -v SLURM_JOB_ID ]]; then
     from_slurm
 elif [[ -v JOB_COMPLETION_INDEX ]]; then
     from_kubernetes
 else
-    without "JOB_COMPLETION_INDEX is not set, which Kubernetes sets with completionMode: Indexed" "${kubernetes[@]}"
+    without "Kubernetes sets JOB_COMPLETION_INDEX too, with completionMode: Indexed" PODS_IN_JOB PROCESSES_PER_POD
     if [[ -v JAX_COORDINATOR_ADDRESS || -v JAX_PROCESS_ID || -v JAX_PROCESS_COUNT ]]; then
         by_hand
     else

@@ -70,7 +70,9 @@ class Cluster:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+        # Jobs inherit it; without JAX_PLATFORMS they look for GPUs.
+        inherited = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+        self.environment = {**inherited, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
         self._folder = folder
 
     def run(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
@@ -104,10 +106,21 @@ class Cluster:
             time.sleep(0.2)
         return state
 
-    def release(self, job: str, timeout: float = 30) -> None:
-        """Lets a requeued job start at once: Slurm keeps it back for two minutes."""
-        self.wait(job, "PENDING", timeout=timeout)
-        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    def requeued(self, job: str, timeout: float = 120) -> dict[str, str]:
+        """Waits until a job that has run is back in the queue."""
+        deadline = time.monotonic() + timeout
+        while (state := self.state(job))["JobState"] != "PENDING" or state["Restarts"] == "0":
+            assert time.monotonic() < deadline, f"job {job}, not requeued within {timeout} s: {state}"
+            time.sleep(0.2)
+        return state
+
+    def release(self, job: str) -> None:
+        """Lets a requeued job start soon: Slurm keeps it back for two minutes.
+
+        Not at once: the nodes refuse a job in the second in which they ended it.
+        """
+        self.requeued(job)
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
     def cancel_all(self, timeout: float = 30) -> None:
         """Ends all jobs, and waits for their processes: those outlive the daemons."""
