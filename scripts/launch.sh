@@ -35,21 +35,21 @@ number() {
         refuse "$name=${!name}: write a whole number from $min to $max"
 }
 
-# Needs each variable to be set and not empty: `from` says what else is set and asks for them.
+# Needs each variable to be set and not empty.
 need() {
-    local from=$1 name
+    local why=$1 name
     shift
     for name in "$@"; do
-        [[ -n ${!name:-} ]] || refuse "$from, but $name is not set; set it, or unset the former"
+        [[ -n ${!name:-} ]] || refuse "$name is not set: $why"
     done
 }
 
 # Refuses variables that belong to another way of starting.
 without() {
-    local beside=$1 name
+    local why=$1 name
     shift
     for name in "$@"; do
-        [[ ! -v $name ]] || refuse "$name=${!name}: $beside; unset $name"
+        [[ ! -v $name ]] || refuse "$name=${!name}: $why; unset $name"
     done
 }
 
@@ -84,7 +84,8 @@ from_slurm() {
     [[ -n ${SLURM_STEP_NODELIST:-} && -n ${SLURM_PROCID:-} ]] ||
         refuse "SLURM_JOB_ID=${SLURM_JOB_ID:-}: this is a Slurm job, but not a task that srun started in it;" \
             "write srun scripts/launch.sh ..."
-    need "SLURM_PROCID=$SLURM_PROCID" SLURM_NTASKS SLURM_LOCALID SLURM_JOB_ID
+    need "srun sets it beside SLURM_PROCID=$SLURM_PROCID; write srun scripts/launch.sh ..." \
+        SLURM_NTASKS SLURM_LOCALID SLURM_JOB_ID
     without "Slurm numbers the processes" JAX_PROCESS_ID JAX_PROCESS_COUNT JAX_LOCAL_DEVICE_IDS
     number SLURM_NTASKS 1 1000000
     number SLURM_PROCID 0 $((SLURM_NTASKS - 1))
@@ -121,7 +122,8 @@ slurm_tasks_here() {
 }
 
 from_kubernetes() {
-    need "JOB_COMPLETION_INDEX=$JOB_COMPLETION_INDEX" JAX_COORDINATOR_ADDRESS PODS_IN_JOB
+    need "this is a pod of an Indexed Job (JOB_COMPLETION_INDEX=$JOB_COMPLETION_INDEX); write it into the manifest" \
+        JAX_COORDINATOR_ADDRESS PODS_IN_JOB
     without "Kubernetes numbers the pods" JAX_PROCESS_ID JAX_PROCESS_COUNT JAX_LOCAL_DEVICE_IDS
     local JOBS=${JOBS:-1} JOB_INDEX=${JOB_INDEX:-0}
     local PROCESSES_PER_POD=${PROCESSES_PER_POD:-$((gpus ? gpus : 1))}
@@ -141,7 +143,7 @@ from_kubernetes() {
 }
 
 by_hand() {
-    need "a process is described by JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID and JAX_PROCESS_COUNT" \
+    need "a process is described by JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID and JAX_PROCESS_COUNT; set all or none" \
         JAX_COORDINATOR_ADDRESS JAX_PROCESS_ID JAX_PROCESS_COUNT
     number JAX_PROCESS_COUNT 1 1000000
     number JAX_PROCESS_ID 0 $((JAX_PROCESS_COUNT - 1))
@@ -150,6 +152,7 @@ by_hand() {
 }
 
 alone() {
+    without "every GPU gets a process here; set CUDA_VISIBLE_DEVICES to choose some" JAX_LOCAL_DEVICE_IDS
     first=0 processes=$((gpus ? gpus : 1))
     count=$processes
     coordinator=127.0.0.1:$((DEFAULT_PORT + $$ % 4096)) # two runs on one machine do not meet

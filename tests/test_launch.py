@@ -182,6 +182,11 @@ def test_the_environment_of_gb200_is_for_gpus_alone(launch) -> None:
 
 
 CANNOT_BE = {
+    "device of nothing": (
+        {"JAX_LOCAL_DEVICE_IDS": "0"},
+        None,
+        "set CUDA_VISIBLE_DEVICES to choose some; unset",
+    ),
     "no config": ({}, [], "no config; write scripts/launch.sh CONFIG.yml"),
     "count without id": ({**BY_HAND, "JAX_PROCESS_ID": ""}, None, "JAX_PROCESS_ID is not set"),
     "id without count": ({**BY_HAND, "JAX_PROCESS_COUNT": ""}, None, "JAX_PROCESS_COUNT is not set"),
@@ -396,6 +401,7 @@ def test_xla_takes_the_later_of_two_equal_flags() -> None:
     assert done.stdout == "3\n"
 
 
+@pytest.mark.slow
 def test_pods_train_as_processes_that_maxtext_finds_itself(tmp_path: Path) -> None:
     data = runs.make_corpus(tmp_path / "corpus")
     settings = {**runs.keys(data), "steps": 5, "ici_fsdp_parallelism": 2}

@@ -1,4 +1,7 @@
-"""scripts/slurm/train.sbatch under a real Slurm of two nodes, which the test starts on this machine."""
+"""scripts/slurm/train.sbatch under a real Slurm of two nodes, which the test starts on this machine.
+
+The run that it must equal was started as two pods of an Indexed Job, without interruption.
+"""
 
 import contextlib
 import json
@@ -6,6 +9,7 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,12 +32,19 @@ eval "${BEHAVIOUR:-}"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Cluster]:
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Cluster]:
     if missing := slurm_cluster.missing():
         why = f"Slurm is not installed ({', '.join(missing)}): apt-get install slurm-wlm munge"
         (pytest.fail if "MAXTEXT_NVFP4_NEEDS_SLURM" in os.environ else pytest.skip)(why)
     with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm")) as running:
         yield running
+
+
+@pytest.fixture
+def cluster(slurm: slurm_cluster.Cluster) -> Iterator[slurm_cluster.Cluster]:
+    """The cluster, for a test whose jobs end with it."""
+    yield slurm
+    slurm.cancel_all()
 
 
 @pytest.fixture
@@ -93,6 +104,29 @@ def test_a_dry_run_shows_what_it_runs_and_saves_nothing(cluster, pretending: Pat
     _, shown = (line for line in batch_log(pretending, job).splitlines() if line.startswith("  "))
     assert shlex.split(shown)[0] == "srun"
     assert shlex.split(shown)[-7:] == ["scripts/launch.sh", "config.yml", *pairs.split()]
+
+
+def test_in_a_container_the_same_scripts_run_from_the_image(cluster, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "scripts" / "slurm", tmp_path / "scripts" / "slurm")  # the rest is in the image
+    srun = tmp_path / "bin" / "srun"  # without pyxis, Slurm's own refuses the options
+    srun.parent.mkdir()
+    srun.write_text("#!/bin/sh\nprintf '%s ' \"$@\"; echo\n")
+    srun.chmod(0o755)
+    job = cluster.submit(
+        *(JOB, "--container", "/images/a.sqsh", "config.yml"),
+        cwd=tmp_path,
+        PATH=f"{srun.parent}:{cluster.environment['PATH']}",
+        CONTAINER_WORKDIR="/opt/repository",
+        CONTAINER_MOUNTS="/data:/data,/runs:/runs",
+    )
+    assert cluster.wait(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED", batch_log(tmp_path, job)
+    options = (
+        "--container-image=/images/a.sqsh --container-workdir=/opt/repository"
+        " --container-mounts=/data:/data,/runs:/runs"
+    )
+    _, preflight, train, _ = batch_log(tmp_path, job).splitlines()
+    assert f"{options} scripts/slurm/preflight.sh config.yml --nodes 1 --gpus-per-node 4 " in preflight
+    assert train.endswith(f"{options} scripts/launch.sh config.yml ")
 
 
 @pytest.mark.parametrize(
@@ -179,8 +213,8 @@ TINY = {
 
 
 @pytest.fixture
-def submit_demo(cluster, checkout: Path):
-    """Submits the demo config, at tiny sizes and for two processes, into a folder of the given name."""
+def demo(checkout: Path):
+    """Arguments of launch.sh that train the demo config, at tiny sizes and in two processes, in a folder."""
     (checkout / ".venv").symlink_to(ROOT / ".venv")
     data = runs.make_corpus(checkout / "corpus")
     keys = {
@@ -194,16 +228,37 @@ def submit_demo(cluster, checkout: Path):
         "jax_cache_dir": checkout / "cache",
     }
 
-    def submit(name: str) -> str:
-        out = checkout / name
+    def arguments(folder: str) -> list[str]:
+        out = checkout / folder
         out.mkdir()
         places = {"base_output_directory": out, "run_name": "run", "metrics_file": out / "losses"}
-        pairs = [f"{key}={value}" for key, value in {**keys, **places}.items()]
-        return cluster.submit(
-            *CPU_NODES, JOB, "configs/demo-cpu.yml", *pairs, cwd=checkout, JAX_PLATFORMS="cpu"
-        )
+        return ["configs/demo-cpu.yml", *(f"{key}={value}" for key, value in {**keys, **places}.items())]
 
-    return submit
+    return arguments
+
+
+def run_as_pods(checkout: Path, arguments: list[str]) -> str:
+    """Trains in two processes that launch.sh starts from the variables of an Indexed Job; returns what they said."""
+    port = runs.free_port()
+    pods = []
+    for index in range(2):
+        described = {
+            "JOB_COMPLETION_INDEX": str(index),
+            "PODS_IN_JOB": "2",
+            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+            "JAX_PLATFORMS": "cpu",
+        }
+        with (checkout / f"pod-{index}.log").open("wb") as log:
+            pods.append(
+                subprocess.Popen(
+                    ["scripts/launch.sh", *arguments],
+                    cwd=checkout,
+                    env={**os.environ, **described},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return runs.Job(pods, checkout / "pod-0.log", checkout / "unused").wait()
 
 
 def losses(folder: Path) -> dict[int, set[float]]:
@@ -227,18 +282,16 @@ def kill_task(job: str, task: int) -> None:
 
 
 def test_the_demo_survives_sigterm_and_a_killed_task_as_if_nothing_had_happened(
-    cluster, checkout: Path, submit_demo
+    cluster, checkout: Path, demo
 ) -> None:
-    whole = submit_demo("whole")
-    assert cluster.wait(whole, "COMPLETED", "FAILED", timeout=400)["JobState"] == "COMPLETED", (
-        batch_log(checkout, whole) + task_log(checkout, whole, 0).read_text()[-4000:]
-    )
+    said = run_as_pods(checkout, demo("whole"))
+    assert "process 0 of 2; coordinator localhost:" in said
     expected = losses(checkout / "whole")
     assert sorted(expected) == list(range(STEPS))
     assert all(len(values) == 1 for values in expected.values())
     assert len({value for values in expected.values() for value in values}) > STEPS // 2
 
-    job = submit_demo("parts")
+    job = cluster.submit(*CPU_NODES, JOB, *demo("parts"), cwd=checkout, JAX_PLATFORMS="cpu")
     log = task_log(checkout, job, 0)
     wait_for(log, "completed step: 10,")
     cluster.run("scancel", "--signal=TERM", job)

@@ -105,7 +105,7 @@ def join_job(raw: Mapping[str, Any]) -> None:
       raw: All keys of the run, which `check_job` has accepted.
 
     Raises:
-      ConfigError: The coordinator cannot be reached, or not be started.
+      ConfigError: The coordinator cannot be reached, or its port is taken.
     """
     job = job_of(os.environ)
     if job is None or raw.get("hardware") == "tpu" or _trains_alone(raw) or jax.distributed.is_initialized():
@@ -114,19 +114,15 @@ def join_job(raw: Mapping[str, Any]) -> None:
     logging.info("process %d of %d; coordinator %s", job.process, job.processes, job.coordinator)
     if job.process > 0:
         _wait_for_coordinator(job, timeout)
-    try:
-        jax.distributed.initialize(
-            job.coordinator,
-            job.processes,
-            job.process,
-            cluster_detection_method="deactivate",
-            initialization_timeout=timeout,
-        )
-    except jax.errors.JaxRuntimeError as error:
-        why = f"process {job.process} of {job.processes} could not start there: {str(error).splitlines()[0]}"
-        raise ConfigError(
-            problem(_COORDINATOR, job.coordinator, why, "another port, if it is in use")
-        ) from None
+    else:
+        _check_port(job)
+    jax.distributed.initialize(
+        job.coordinator,
+        job.processes,
+        job.process,
+        cluster_detection_method="deactivate",
+        initialization_timeout=timeout,
+    )
     if raw.get("enable_emergency_checkpoint"):  # what MaxText does when it initializes by itself
         ocp.multihost.initialize_runtime_to_distributed_ids()
         ocp.multihost.initialize_distributed_to_device_ids()
@@ -155,3 +151,16 @@ def _wait_for_coordinator(job: Job, timeout: float) -> None:
                 )
                 raise ConfigError(problem(_COORDINATOR, job.coordinator, why, write)) from None
         time.sleep(_RETRY_SECONDS)
+
+
+def _check_port(job: Job) -> None:
+    """Checks that the coordinator can listen; JAX would crash."""
+    port = int(job.coordinator.rpartition(":")[2])
+    family, anywhere = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((anywhere, port))
+        except OSError as error:
+            why = f"process 0 of {job.processes} cannot listen there ({error.strerror})"
+            raise ConfigError(problem(_COORDINATOR, job.coordinator, why, "another port")) from None
