@@ -1,9 +1,8 @@
 # Sourced by the other scripts: the repository root, messages, uv and Python 3.12.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034  # variables are for the scripts that source this
 
 ROOT=$(cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
-LOCK=$ROOT/requirements.lock
 UV_VERSION=0.13.9
 
 say() { printf '%s\n' "$*" >&2; }
@@ -81,4 +80,10 @@ find_python() {
     done
     die "Python 3.12 is needed (MaxText requires it) and uv could not download one." \
         "Install it (apt, dnf, pyenv or conda), then set MAXTEXT_NVFP4_PYTHON=/path/to/python3.12"
+}
+
+# Sets PROGRAM to maxtext-nvfp4: that of .venv if there is one, else that on PATH, as in a container.
+find_program() {
+    PROGRAM=$VENV/bin/maxtext-nvfp4
+    [[ -x $PROGRAM ]] || PROGRAM=$(command -v maxtext-nvfp4)
 }

@@ -11,7 +11,7 @@ set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 STEPS=150
-output=$ROOT/runs name=demo steps= overrides=()
+output=$ROOT/runs name=demo steps='' overrides=()
 for pair in "$@"; do
     case $pair in
         base_output_directory=?*) output=$(realpath -m -- "${pair#*=}") ;; # MaxText needs it absolute

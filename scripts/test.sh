@@ -31,6 +31,7 @@ check ruff check
 check ruff format --check
 check mypy
 check lint-imports --no-logo
+check shellcheck .ci/run scripts/*.sh scripts/*/*.sh scripts/*/*.sbatch
 check python scripts/flag_table.py --check
 # Two processes: more of them mostly wait for the same cores, and each holds its own MaxText and compiler.
 check python -m pytest --ignore tests/te -m "not slow" --numprocesses 2 --dist loadfile --durations 10

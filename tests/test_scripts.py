@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
+SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), ROOT / ".ci" / "run"])
+SOURCED = ("common.sh", "gb200.sh")
 
 PYTHON_312 = "#!/bin/sh\ncase $2 in *sys.executable*) echo $0;; *version_info*) echo 3.12;; esac\n"
 SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
@@ -71,7 +72,7 @@ def uv_calls(copy: Path) -> list[str]:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
-    assert script.name == "common.sh" or os.access(script, os.X_OK)
+    assert script.name in SOURCED or os.access(script, os.X_OK)
 
 
 def pins(lock: Path) -> dict[str, str]:
@@ -265,7 +266,7 @@ def test_demo_names_a_mistake(demo, mistake: str) -> None:
 def checks(copy: Path):
     """Runs test.sh with tools that print their name and arguments."""
     executable(copy / "scripts" / "setup.sh", "#!/bin/sh\n")
-    for tool in ("python", "ruff", "mypy", "lint-imports"):
+    for tool in ("python", "ruff", "mypy", "lint-imports", "shellcheck"):
         executable(
             copy / ".venv" / "bin" / tool, f'#!/bin/sh\necho {tool} "$@"\n[ ! -e "$ROOT/fail-{tool}" ]\n'
         )
@@ -278,7 +279,8 @@ def checks(copy: Path):
 
 def test_without_arguments_every_check_runs(checks) -> None:
     ran = checks().stdout.splitlines()
-    assert [line.split()[0] for line in ran] == ["ruff", "ruff", "mypy", "lint-imports", "python", "python"]
+    tools = ["ruff", "ruff", "mypy", "lint-imports", "shellcheck", "python", "python"]
+    assert [line.split()[0] for line in ran] == tools
     assert ran[-1].startswith("python -m pytest --ignore tests/te -m not slow")
 
 

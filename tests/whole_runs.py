@@ -230,6 +230,14 @@ def restored(
         return said, dict(arrays)
 
 
+def free_port() -> int:
+    """A port that nothing on this machine listens at."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def _wait_for_port(timeout: float = 120) -> None:
     """MaxText's coordinator has a fixed port, which another job on this machine may hold."""
     deadline = time.monotonic() + timeout

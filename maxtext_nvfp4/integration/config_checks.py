@@ -15,6 +15,7 @@ from maxtext_nvfp4.backends import te_library
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.integration.config_errors import nearest, raising_config_errors
 from maxtext_nvfp4.integration.config_files import merged_keys
+from maxtext_nvfp4.integration.distributed import check_job
 from maxtext_nvfp4.recipe import Recipe, load_recipe, problem, show
 
 MODE = "nvfp4"
@@ -79,9 +80,6 @@ _ACTIVATIONS = ("linear", "sqrtsoftplus")
 """MaxText's own activation functions; the others are attributes of `jax.nn`."""
 
 _CPU_ATTENTION = ("autoselected", "dot_product")
-
-_CPU_JOB = ("JOB_INDEX", "JOB_COMPLETION_INDEX", "PROCESSES_IN_JOB", "JAX_PROCESS_COUNT")
-"""Environment variables without which MaxText cannot start a distributed job on CPUs."""
 
 
 def check_keys(raw: Mapping[str, Any]) -> None:
@@ -178,12 +176,7 @@ def check_run(argv: Sequence[str]) -> None:
         if value.startswith(("te_", "cudnn_flash_te")) and (absent := te_library.absent()):
             write = f"{key}: {write}, or install Transformer Engine"
             raise ConfigError(problem(key, value, absent, write))
-    alone = raw.get("skip_jax_distributed_system") or raw.get("enable_single_controller")
-    missing = [name for name in _CPU_JOB if name not in os.environ]
-    if raw.get("hardware") == "cpu" and not alone and missing and not jax.distributed.is_initialized():
-        why = f"hardware: cpu joins a distributed job, but the environment has no {', '.join(missing)}"
-        write = "skip_jax_distributed_system: true, to run in one process"
-        raise ConfigError(problem("skip_jax_distributed_system", False, why, write))
+    check_job(raw)
 
 
 def missing_paths(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -29,9 +29,12 @@ def train(argv: Sequence[str]) -> str:
     from maxtext.trainers.pre_train import train as maxtext_train
 
     from maxtext_nvfp4.integration.config_errors import raising_config_errors
+    from maxtext_nvfp4.integration.config_files import merged_keys
+    from maxtext_nvfp4.integration.distributed import join_job
     from maxtext_nvfp4.integration.termination import stopping_at_sigterm
 
     with raising_config_errors():
+        join_job(merged_keys(argv, {}))
         config, recorder = maxtext_train.initialize(list(argv))
     maxtext_train.record_goodput(recorder, maxtext_train.RECORD_JOB_START_TIME)
     with maxtext_train.maybe_monitor_goodput(config), stopping_at_sigterm() as stop:
