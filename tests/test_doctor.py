@@ -396,7 +396,12 @@ STORAGE = {
     "a disk that other nodes do not see": (
         {"kind": "tmpfs"},
         {},
-        ("shared_folder", "problem", "tmpfs, which 2 nodes do not share", "parallel file system"),
+        (
+            "shared_folder",
+            "note",
+            "tmpfs, which the other nodes see only if this one",
+            "parallel file system",
+        ),
     ),
 }
 

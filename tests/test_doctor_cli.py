@@ -80,6 +80,15 @@ def test_a_run_on_gpus_cannot_start_here(capsys):
     assert checks["nvfp4_hardware"]["status"] == "note"
 
 
+def test_cpus_of_several_machines_are_one_slice(capsys):
+    """As `scripts/slurm/train.sbatch` asks before the demo runs on nodes without GPUs."""
+    keys = ("skip_jax_distributed_system=false", "ici_fsdp_parallelism=2", "dataset_type=synthetic")
+    cluster = ("--nodes", "2", "--gpus-per-node", "1")
+    status, checks = doctor(capsys, *cluster, str(ROOT / "configs" / "demo-cpu.yml"), *keys)
+    assert status == 0
+    assert checks["mesh"]["status"] == "ok"
+
+
 @pytest.mark.parametrize(
     ("name", "target", "nodes", "racks"),
     [

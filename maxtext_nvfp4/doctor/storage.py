@@ -4,7 +4,7 @@ from maxtext_nvfp4.doctor.facts import Situation
 from maxtext_nvfp4.doctor.findings import Finding, listed, note, ok, problem, size
 
 _LOCAL = ("btrfs", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
-"""File systems that other nodes do not see."""
+"""File systems that other nodes do not see by themselves."""
 
 
 def folder(situation: Situation) -> Finding | None:
@@ -63,8 +63,8 @@ def shared(situation: Situation) -> Finding | None:
     if run is None or run.folder is None or situation.cluster.nodes == 1 or not run.folder.nearest:
         return None
     if run.folder.kind in _LOCAL:
-        return problem(
-            f"{run.folder.nearest} is on {run.folder.kind}, which {situation.cluster.nodes} nodes do not share",
+        return note(
+            f"{run.folder.nearest} is on {run.folder.kind}, which the other nodes see only if this one exports it",
             "base_output_directory: a folder on a parallel file system, or a bucket",
         )
     return ok(f"{run.folder.nearest} is on {run.folder.kind}")

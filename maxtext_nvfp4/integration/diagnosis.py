@@ -86,8 +86,10 @@ def _cluster(
     options: Options, target: Target | None, machine: Machine, place: launch.Launch, hardware: str
 ) -> Cluster:
     """The cluster: what the options say, else the target, else what this process was started in."""
-    if hardware == "cpu" and options.nodes is None:
-        return Cluster(nodes=1, gpus_per_node=place.count, rack_gpus=place.count)
+    if hardware == "cpu":  # one slice, however many processes
+        nodes = options.nodes or 1
+        per_node = options.gpus_per_node or (1 if options.nodes else place.count)
+        return Cluster(nodes=nodes, gpus_per_node=per_node, rack_gpus=nodes * per_node)
     there = target.gpus_per_node if target else len(machine.gpus)
     per_node = options.gpus_per_node or max(1, there)
     domain = domain_of(machine.gpus[0].name if machine.gpus else "", per_node)
