@@ -20,6 +20,11 @@ _QUIET = {
 """Environment of MaxText's dependencies, unless the user has set it."""
 
 
+_STOPPED_STATUS = "MAXTEXT_NVFP4_STOPPED_STATUS"
+"""Environment variable with the exit status of a run that SIGTERM stopped. A process whose run stopped because another one
+got the signal can tell it by nothing else from a run that is complete."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 2 for a mistake in the input, 3 for a run that stopped itself."""
     parser = _parser()
@@ -153,8 +158,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
     check_run(argv)
     with raising_setup_errors():
-        print(train(argv))
-    return 0
+        summary, stopped = train(argv)
+    print(summary)
+    return int(os.environ.get(_STOPPED_STATUS, "0")) if stopped else 0
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -17,11 +17,12 @@
 # CUDA, so that NCCL finds its way between them.
 #
 # Exit status: 2 for an environment that cannot be; that of the first process that failed, the others being killed;
-# 143 after SIGTERM, which the processes get: they save a checkpoint and end.
+# 143 after SIGTERM, here or to any other process of the run: all save a checkpoint and end.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 DEFAULT_PORT=61440
+STOPPED=75 # what the processes are told to end with after SIGTERM, as 0 is for a complete run
 
 refuse() {
     say "error: $*"
@@ -185,7 +186,7 @@ pids=() terminated=
 trap 'terminated=1; kill -TERM "${pids[@]}" 2>/dev/null || true' TERM
 trap 'kill -KILL "${pids[@]}" 2>/dev/null || true' EXIT
 
-export JAX_COORDINATOR_ADDRESS=$coordinator JAX_PROCESS_COUNT=$count
+export JAX_COORDINATOR_ADDRESS=$coordinator JAX_PROCESS_COUNT=$count MAXTEXT_NVFP4_STOPPED_STATUS=$STOPPED
 for ((local = 0; local < processes; local++)); do
     identity=(JAX_PROCESS_ID=$((first + local)))
     [[ -z $device ]] || identity+=(JAX_LOCAL_DEVICE_IDS=$((device + local)))
@@ -203,6 +204,10 @@ while ((running)); do
     for index in "${!pids[@]}"; do
         [[ ${pids[index]} != "$ended" ]] || unset "pids[index]"
     done
-    ((status == 0)) || exit "$status"
+    case $status in
+        0) ;;
+        "$STOPPED") terminated=1 ;;
+        *) exit "$status" ;;
+    esac
 done
 [[ -z $terminated ]] || exit 143

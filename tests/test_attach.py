@@ -219,6 +219,7 @@ class Decoder(nnx.Module):
             ici_parallelism=(),
             dcn_parallelism=(),
             num_slices=1,
+            num_target_devices=1,
         )
         self.resolution = attach.attach(self, config, self.recipe)
 

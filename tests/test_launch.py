@@ -333,6 +333,14 @@ def test_sigterm_reaches_the_processes_and_the_status_tells_it_from_a_complete_r
     assert process.returncode == 128 + signal.SIGTERM
 
 
+def test_a_run_that_was_stopped_elsewhere_is_not_complete(start) -> None:
+    """As when only one pod of a job is evicted: all processes save and end, and the others' pods must come again."""
+    stopped = """sys.exit(int(os.environ["MAXTEXT_NVFP4_STOPPED_STATUS"]))"""
+    process = start("config.yml", CUDA_VISIBLE_DEVICES="0,1", BEHAVIOUR=stopped)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 def test_a_failure_after_sigterm_is_a_failure(start) -> None:
     process = start("config.yml", BEHAVIOUR=f"{SAVES}sys.exit(5)")
     told(process, 1)

@@ -63,10 +63,11 @@ def test_before_the_loop_a_signal_acts_as_ever(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_stop_at_the_same_step(tmp_path):
+def test_two_processes_stop_at_the_same_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("MAXTEXT_NVFP4_STOPPED_STATUS", "75")
     processes = start_two(tmp_path, **LONG)
     said = [terminated(processes[0]), processes[1].communicate(timeout=300)[0]]
-    assert [process.returncode for process in processes] == [0, 0], said[1][-3000:]
+    assert [process.returncode for process in processes] == [75, 75], said[1][-3000:]
     last = max(losses(said[0]))
     assert all(f"stopped by SIGTERM after {last + 1} of" in text for text in said)
     assert (tmp_path / f"out/tiny/checkpoints/{last}").exists()

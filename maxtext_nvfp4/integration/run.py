@@ -10,11 +10,14 @@ from absl import flags, logging
 from maxtext_nvfp4.integration import register
 
 
-def train(argv: Sequence[str]) -> str:
-    """Trains with MaxText's own loop and returns a summary.
+def train(argv: Sequence[str]) -> tuple[str, bool]:
+    """Trains with MaxText's own loop.
 
     Args:
       argv: Program name, YAML file, then `key=value` arguments.
+
+    Returns:
+      A summary, and whether SIGTERM, to this process or another of the run, ended it before its last step.
 
     Raises:
       ConfigError: A configuration that cannot be honoured; nothing has been trained then.
@@ -39,7 +42,8 @@ def train(argv: Sequence[str]) -> str:
     maxtext_train.record_goodput(recorder, maxtext_train.RECORD_JOB_START_TIME)
     with maxtext_train.maybe_monitor_goodput(config), stopping_at_sigterm() as stop:
         maxtext_train.get_train_func(config, recorder, argv)()
-    return summarize(config, config.steps if stop.step is None else stop.step + 1)
+    stopped = stop.step is not None
+    return summarize(config, stop.step + 1 if stop.step is not None else config.steps), stopped
 
 
 def summarize(config: Any, done: int) -> str:
