@@ -12,7 +12,15 @@ import yaml
 ROOT = Path(__file__).parent.parent
 RENDER = ROOT / "scripts" / "k8s" / "render.py"
 KUBERNETES = "1.34"  # the first with resource.k8s.io/v1 in force
-RUN = ("--name", "llama", "--image", "registry/nvfp4:1", "configs/llama3.1-405b.yml", "steps=5", "a=b c")
+RUN = (
+    "--name",
+    "llama",
+    "--image",
+    "registry/nvfp4:1",
+    "configs/llama3.1-405b.yml",
+    "steps=5",
+    "a=b $(JOBS)",
+)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -97,7 +105,7 @@ def test_every_pod_can_run_a_process(case) -> None:
         pod, container = job["spec"]["template"]["spec"], container_of(job)
         assert container["image"] == "registry/nvfp4:1"
         assert container["command"] == ["scripts/launch.sh"]
-        assert container["args"] == ["configs/llama3.1-405b.yml", "steps=5", "a=b c"]
+        assert container["args"] == ["configs/llama3.1-405b.yml", "steps=5", "a=b $$(JOBS)"]
         assert job["spec"]["completionMode"] == "Indexed"
         assert job["spec"]["completions"] == job["spec"]["parallelism"]
         assert pod["restartPolicy"] == "Never"
@@ -113,6 +121,9 @@ def test_a_tray_of_a_rack(name: str, gpu: str) -> None:
     items = rendered(*CASES[name])
     [job, _] = jobs(items)
     pod, container = job["spec"]["template"]["spec"], container_of(job)
+    assert items["ComputeDomain"]["spec"]["numNodes"] == 32
+    told = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert (told["CUDA_VISIBLE_DEVICES"], told["JOBSET_NAME"]) == ("0,1,2,3", "llama")
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert pod["nodeSelector"] == {
@@ -224,6 +235,8 @@ def test_launch_numbers_all_processes(name: str, checkout: Path) -> None:
         (("a4x", "--pods-per-rack", "2", "--name", "Llama_3"), "--name: got Llama_3: no DNS label"),
         (("a4x", "--pods-per-rack", "2", "--name", "a" * 41), "no DNS label of at most 40 characters"),
         (("a4x", "--pods-per-rack", "2", "--image", "an image"), "--image: got an image: no image"),
+        (("a4x", "--pods-per-rack", "2", "--image", "[x"), "--image: got [x: no image"),
+        (("a4x", "--pods-per-rack", "2", "--name", 'a"b'), '--name: got a"b: no DNS label'),
         (("b200", "--pods-per-rack", "2"), "invalid choice: 'b200'"),
     ],
 )

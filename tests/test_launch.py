@@ -425,26 +425,13 @@ def test_pods_train_as_processes_that_maxtext_finds_itself(tmp_path: Path) -> No
         "skip_jax_distributed_system": False,
     }
     config.write_text(yaml.safe_dump(settings))
-    port = runs.free_port()
-    pods = []
-    for pod in range(2):
-        described = {
-            "JOB_COMPLETION_INDEX": str(pod),
-            "PODS_IN_JOB": "2",
-            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",  # part of the key of the compilation cache
-        }
-        with (folder / f"{pod}.log").open("wb") as log:
-            pods.append(
-                subprocess.Popen(
-                    [ROOT / "scripts" / "launch.sh", config, f"metrics_file={folder}/{pod}.losses"],
-                    env={**os.environ, **described},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    job = runs.Job(pods, folder / "0.log", folder / "0.losses")
-    assert f"process 0 of 2; coordinator localhost:{port}" in job.wait()
+    pods = runs.start_pods(
+        ROOT / "scripts" / "launch.sh",
+        folder,
+        lambda pod: [config, f"metrics_file={folder}/{pod}.losses"],
+        XLA_FLAGS="--xla_force_host_platform_device_count=1",  # part of the key of the compilation cache
+    )
+    job = runs.Job(pods, folder / "pod-0.log", folder / "0.losses")
+    assert "process 0 of 2; coordinator localhost:" in job.wait()
     assert sorted(expected) == list(range(5))
     assert job.losses() == expected == runs.read_losses(folder / "1.losses")

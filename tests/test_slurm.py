@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,30 +235,6 @@ def demo(checkout: Path):
     return arguments
 
 
-def run_as_pods(checkout: Path, arguments: list[str]) -> str:
-    """Trains in two processes that launch.sh starts from the variables of an Indexed Job; returns what they said."""
-    port = runs.free_port()
-    pods = []
-    for index in range(2):
-        described = {
-            "JOB_COMPLETION_INDEX": str(index),
-            "PODS_IN_JOB": "2",
-            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-            "JAX_PLATFORMS": "cpu",
-        }
-        with (checkout / f"pod-{index}.log").open("wb") as log:
-            pods.append(
-                subprocess.Popen(
-                    ["scripts/launch.sh", *arguments],
-                    cwd=checkout,
-                    env={**os.environ, **described},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    return runs.Job(pods, checkout / "pod-0.log", checkout / "unused").wait()
-
-
 def losses(folder: Path) -> dict[int, set[float]]:
     """Losses of each step that the two processes wrote, over all starts."""
     found: dict[int, set[float]] = {}
@@ -283,7 +258,9 @@ def kill_task(job: str, task: int) -> None:
 def test_the_demo_survives_sigterm_and_a_killed_task_as_if_nothing_had_happened(
     cluster, checkout: Path, demo
 ) -> None:
-    said = run_as_pods(checkout, demo("whole"))
+    whole = demo("whole")
+    pods = runs.start_pods(checkout / "scripts" / "launch.sh", checkout, lambda pod: whole)
+    said = runs.Job(pods, checkout / "pod-0.log", checkout / "unused").wait()
     assert "process 0 of 2; coordinator localhost:" in said
     expected = losses(checkout / "whole")
     assert sorted(expected) == list(range(STEPS))

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +228,40 @@ def restored(
     said = job.wait()
     with np.load(folder / f"{name}.npz") as arrays:
         return said, dict(arrays)
+
+
+def start_pods(
+    launch: Path, logs: Path, arguments: Callable[[int], Sequence[object]], **environment: str
+) -> list[subprocess.Popen[bytes]]:
+    """Starts scripts/launch.sh in two processes with the variables of an Indexed Job's pods.
+
+    Args:
+      launch: The script, of a checkout that is the processes' working directory.
+      logs: Folder for what pod N prints, as `pod-N.log`.
+      arguments: The script's, by the number of the pod.
+      environment: More variables.
+    """
+    port = free_port()
+    pods = []
+    for pod in range(2):
+        described = {
+            "JOB_COMPLETION_INDEX": str(pod),
+            "PODS_IN_JOB": "2",
+            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+            "JAX_PLATFORMS": "cpu",
+            **environment,
+        }
+        with (logs / f"pod-{pod}.log").open("wb") as log:
+            pods.append(
+                subprocess.Popen(
+                    [launch, *map(str, arguments(pod))],
+                    cwd=launch.parents[1],
+                    env={**os.environ, **described},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return pods
 
 
 def free_port() -> int:

@@ -36,8 +36,9 @@ BLOCK, RACK = "cloud.google.com/gce-topology-block", "cloud.google.com/gce-topol
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the manifests; returns the exit status, 2 for a mistake in the arguments."""
     arguments = _parser().parse_args(argv)
+    _check_words(arguments)
     platform = _read(f"{arguments.platform}.yml", arguments)
-    _check(arguments, platform)
+    _check_counts(arguments, platform)
     print(yaml.safe_dump_all(manifests(arguments, platform), sort_keys=False), end="")
     return 0
 
@@ -100,7 +101,8 @@ def _pod(arguments: argparse.Namespace, platform: dict[str, Any]) -> dict[str, A
     pod = merged(_read("pod.yml", arguments), platform["pod"])
     spec, metadata = pod["spec"], pod["metadata"]
     [container] = spec["containers"]
-    container["args"] = [arguments.config, *arguments.overrides]
+    # Kubernetes replaces $(NAME), and takes $$( for the two characters.
+    container["args"] = [word.replace("$(", "$$(") for word in (arguments.config, *arguments.overrides)]
     coordinator = f"{arguments.name}-rack-0-0" if platform["jobset"] else f"{arguments.name}-0"
     container["env"] = [
         {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{coordinator}.{arguments.name}:{PORT}"},
@@ -117,6 +119,9 @@ def _pod(arguments: argparse.Namespace, platform: dict[str, Any]) -> dict[str, A
     if arguments.gpus_per_pod:
         gpus = {"nvidia.com/gpu": arguments.gpus_per_pod}
         container.setdefault("resources", {})["limits"] = gpus
+        # launch.sh counts them by it: nvidia-smi is not on every image's PATH.
+        visible = ",".join(map(str, range(arguments.gpus_per_pod)))
+        container["env"].append({"name": "CUDA_VISIBLE_DEVICES", "value": visible})
     if arguments.service_account:
         spec["serviceAccountName"] = arguments.service_account
     for index, volume in enumerate(arguments.volume):
@@ -151,18 +156,23 @@ def merged(base: Any, over: Any) -> Any:
 
 
 def _read(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    text = string.Template((HERE / name).read_text()).substitute(name=arguments.name, image=arguments.image)
+    values = {
+        "name": arguments.name,
+        "image": arguments.image,
+        "nodes": arguments.racks * arguments.pods_per_rack,
+    }
+    text = string.Template((HERE / name).read_text()).substitute(values)
     content: dict[str, Any] = yaml.safe_load(text)
     return content
 
 
-def _check(arguments: argparse.Namespace, platform: dict[str, Any]) -> None:
+def _check_words(arguments: argparse.Namespace) -> None:
     # The longest name made of it: a pod's, "-rack-", two numbers and five random letters.
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", arguments.name):
         _refuse(
             "--name", arguments.name, "no DNS label of at most 40 characters", "letters a-z, digits and -"
         )
-    if not re.fullmatch(r"\S+", arguments.image) or arguments.image.startswith("-"):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", arguments.image):
         _refuse("--image", arguments.image, "no image", "registry/repository:tag")
     if not arguments.config.endswith(".yml"):
         _refuse(
@@ -174,6 +184,9 @@ def _check(arguments: argparse.Namespace, platform: dict[str, Any]) -> None:
     for volume in arguments.volume:
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*=/\S*", volume):
             _refuse("--volume", volume, "no claim and folder", "CLAIM=/runs")
+
+
+def _check_counts(arguments: argparse.Namespace, platform: dict[str, Any]) -> None:
     if arguments.gpus_per_pod is None:
         arguments.gpus_per_pod = platform["gpus"]
     elif platform["gpus"] and arguments.gpus_per_pod != platform["gpus"]:
