@@ -182,7 +182,7 @@ LEGAL: dict[str, Any] = {
 }
 """Keys of a small MaxText model whose every linear layer Transformer Engine takes."""
 
-BARE: dict[str, Any] = {"backend": "transformer_engine"}
+BARE: dict[str, Any] = {"backend": "transformer_engine", "loss_scale": {"mode": "off"}}
 """Section `nvfp4` of a run with nothing around its GEMMs."""
 
 
