@@ -77,10 +77,13 @@ def test_gradients_do_not_depend_on_the_mesh(on_devices, gradients, mesh):
         on_devices(1, save_on_one, str(gradients))
         on_devices(8, save_on_meshes, str(gradients))
     one = "one, accumulation 2" if "accumulation" in mesh else "one"
-    # BF16 sums in another order flip a few codes; other noise moves a gradient by a quarter of its length.
     same, other = distances(gradients, one, mesh), distances(gradients, "one", "one, other noise")
     assert len(same) == len(other) == SITES
-    assert max(same.values()) < min(other.values()) / 10
+    # Other noise moves a gradient by 0.16 to 0.28 of its length, another order of BF16 sums by 0.002. Halves that
+    # are summed along `tensor` also move each amax and thereby most scales: 0.04 for the last GEMM of a layer, which
+    # is met first on the way back, to 0.17 for the first. With other noise too, it would be more than 1 times `other`.
+    most = 0.8 if "tensor" in mesh else 0.1
+    assert all(same[name] < most * other[name] for name in other)
 
 
 def distances(directory, expected, found):
