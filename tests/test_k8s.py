@@ -1,13 +1,17 @@
 """The manifests that scripts/k8s/render.py prints: valid, complete, and understood by scripts/launch.sh."""
 
+import copy
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import kubernetes_validate
+import pydantic
 import pytest
 import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 ROOT = Path(__file__).parent.parent
 RENDER = ROOT / "scripts" / "k8s" / "render.py"
@@ -48,15 +52,78 @@ def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, dict]]:
     return request.param, rendered(*CASES[request.param])
 
 
-def validate(item: dict) -> None:
-    """Raises a ValidationError at the first thing that Kubernetes would not take.
+WORDS_OF_A_JOBSET = {
+    "properties": {
+        "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
+        "spec": {
+            "properties": {
+                "failurePolicy": {
+                    "properties": {
+                        "restartStrategy": {"enum": ["Recreate", "BlockingRecreate", "InPlaceRestart"]},
+                        "rules": {
+                            "items": {
+                                "properties": {
+                                    "action": {
+                                        "enum": [
+                                            "FailJobSet",
+                                            "RestartJobSet",
+                                            "RestartJobSetAndIgnoreMaxRestarts",
+                                        ]
+                                    }
+                                }
+                            }
+                        },
+                    }
+                }
+            }
+        },
+    }
+}
+"""What the generated models of JobSet take any text for."""
 
-    Of custom resources, whose schemas are not Kubernetes' own, the Job templates in them are checked.
-    """
-    if item["kind"] not in ("JobSet", "ComputeDomain"):
+
+def strict(**properties: dict) -> dict:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+COMPUTE_DOMAIN = strict(
+    apiVersion={"const": "resource.nvidia.com/v1beta1"},
+    kind={"const": "ComputeDomain"},
+    metadata=strict(name={"type": "string"}),
+    spec=strict(
+        numNodes={"type": "integer", "minimum": 1},
+        channel=strict(resourceClaimTemplate=strict(name={"type": "string"})),
+    ),
+)
+"""The required fields of the resource that NVIDIA's DRA driver defines; none of the optional ones is used."""
+
+REFUSALS = (kubernetes_validate.ValidationError, jsonschema.ValidationError, pydantic.ValidationError)
+
+
+def validate(item: dict) -> None:
+    """Raises one of `REFUSALS` at the first thing that Kubernetes, JobSet or the DRA driver would not take."""
+    if item["kind"] == "JobSet":
+        jsonschema.validate(item, WORDS_OF_A_JOBSET)
+        JobsetV1alpha2JobSet.model_validate(without_pods(item), extra="forbid", by_alias=True, by_name=False)
+        for job in item["spec"]["replicatedJobs"]:
+            validate(job_of(item, job))
+    elif item["kind"] == "ComputeDomain":
+        jsonschema.validate(item, COMPUTE_DOMAIN)
+    else:
         kubernetes_validate.validate(item, KUBERNETES, strict=True)
-    for job in item["spec"].get("replicatedJobs", ()):
-        validate(job_of(item, job))
+
+
+def without_pods(jobset: dict) -> dict:
+    """Kubernetes' own schema checks a pod; the models of JobSet know no text for an amount such as `250Gi`."""
+    jobset = copy.deepcopy(jobset)
+    for job in jobset["spec"]["replicatedJobs"]:
+        job.get("template", {}).get("spec", {})["template"] = {}
+    return jobset
 
 
 def job_of(jobset: dict, replicated: dict) -> dict:
@@ -92,12 +159,39 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 @pytest.mark.parametrize("platform", ["a4x", "indexed-job"])
-def test_the_schemas_refuse_mistakes(platform: str, name: str) -> None:
+def test_the_schemas_refuse_a_wrong_job(platform: str, name: str) -> None:
     items = rendered(*CASES[platform])
     owner = items.get("JobSet") or items["Job"]
     MISTAKES[name](owner["spec"]["replicatedJobs"][0]["template"] if platform == "a4x" else owner)
-    with pytest.raises(kubernetes_validate.ValidationError):
+    with pytest.raises(REFUSALS):
         validate(owner)
+
+
+CUSTOM_MISTAKES = {
+    "a misspelled policy": ("JobSet", lambda spec: spec.update(failurepolicy={})),
+    "a field in Python's spelling": ("JobSet", lambda spec: spec.update(failure_policy={})),
+    "a count of restarts that is text": (
+        "JobSet",
+        lambda spec: spec["failurePolicy"].update(maxRestarts="3"),
+    ),
+    "another strategy": ("JobSet", lambda spec: spec["failurePolicy"].update(restartStrategy="Blocking")),
+    "another action": ("JobSet", lambda spec: spec["failurePolicy"]["rules"][0].update(action="Fail")),
+    "a rule without a name": ("JobSet", lambda spec: spec["failurePolicy"]["rules"][0].pop("name")),
+    "another network": ("JobSet", lambda spec: spec["network"].update(hostNetwork=True)),
+    "a job without a template": ("JobSet", lambda spec: spec["replicatedJobs"][0].pop("template")),
+    "a domain of no nodes": ("ComputeDomain", lambda spec: spec.update(numNodes=0)),
+    "a domain with a misspelled channel": ("ComputeDomain", lambda spec: spec.update(chanel={})),
+    "a channel without a claim": ("ComputeDomain", lambda spec: spec["channel"].clear()),
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM_MISTAKES)
+def test_the_schemas_refuse_a_wrong_custom_resource(name: str) -> None:
+    kind, mistake = CUSTOM_MISTAKES[name]
+    item = rendered(*CASES["a4x"])[kind]
+    mistake(item["spec"])
+    with pytest.raises(REFUSALS):
+        validate(item)
 
 
 def test_every_pod_can_run_a_process(case) -> None:
