@@ -5,10 +5,16 @@ from maxtext_nvfp4.doctor.facts import Gpu, Situation
 from maxtext_nvfp4.doctor.findings import Finding, note, ok, problem, size
 
 OLDEST_DRIVER = 580
-"""First branch of NVIDIA's driver that runs CUDA 13, for which JAX and Transformer Engine are built here."""
+"""First branch of NVIDIA's driver that runs CUDA 13, for which JAX and Transformer Engine are built here.
+
+Source: docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility.
+"""
 
 OLDEST_LIBRARIES = {"cuBLASLt": "12.8", "cuDNN": "9.3"}
-"""First cuBLASLt with NVFP4 matrix multiplies, and the oldest cuDNN that Transformer Engine takes."""
+"""What Transformer Engine needs on Blackwell: the libraries of CUDA 12.8, and cuDNN 9.3.
+
+Source: prerequisites in Transformer Engine's installation guide.
+"""
 
 _BLACKWELL = "B200, GB200, B300 or GB300"
 
