@@ -40,7 +40,7 @@ def initial(settings: LossScale) -> State:
     """The state before the first step."""
     # Three arrays, not one: a jitted step that donates its state may not be given a buffer twice.
     counts = (jnp.zeros((), jnp.int32) for _ in State._fields[1:])
-    return State(jnp.asarray(settings.init, jnp.float32), *counts)
+    return State(jnp.asarray(float(settings.init), jnp.float32), *counts)
 
 
 def update(settings: LossScale, state: State, finite: Array) -> State:
@@ -57,8 +57,8 @@ def update(settings: LossScale, state: State, finite: Array) -> State:
         return State(state.scale, state.good_steps, *counts)
     good = jnp.where(finite, state.good_steps + 1, 0)
     grows = good >= settings.growth_interval
-    larger = jnp.minimum(state.scale * settings.growth, settings.max)
-    smaller = jnp.maximum(state.scale * settings.backoff, SMALLEST)
+    larger = jnp.minimum(state.scale * float(settings.growth), float(settings.max))
+    smaller = jnp.maximum(state.scale * float(settings.backoff), SMALLEST)
     scale = jnp.where(finite, jnp.where(grows, larger, state.scale), smaller)
     return State(scale, jnp.where(grows, 0, good), *counts)
 

@@ -88,18 +88,28 @@ def _seed(value: object) -> int:
 
 def _power_of_two(value: object, info: ValidationInfo) -> float:
     example = LossScale.model_fields[str(info.field_name)].default
-    number = _number(value, f"a power of two such as {example:.15g}")
-    if not (number > 0 and math.isfinite(number) and math.frexp(number)[0] == 0.5):
-        near = 2.0 ** round(math.log2(number)) if number > 0 and math.isfinite(number) else example
+    number = _number(value, f"a power of two such as {example}")
+    if not (0 < number < math.inf and _is_power_of_two(number)):
+        near = example
+        if 0 < number < math.inf:
+            largest = round(math.log2(LARGEST_SCALE))
+            exponent = max(-largest, min(largest, round(math.log2(number))))
+            near = 2**exponent if exponent >= 0 else 2.0**exponent
         why = "not a power of two, and only those leave every 4-bit code unchanged"
-        raise _refused(why, f"a power of two such as {near:.15g}")
+        raise _refused(why, f"a power of two such as {near}")
     return number
+
+
+def _is_power_of_two(number: int | float) -> bool:
+    return number.bit_count() == 1 if isinstance(number, int) else math.frexp(number)[0] == 0.5
 
 
 def _positive_count(value: object) -> int:
     count = _number(value, "a number of steps such as 20")
     if not isinstance(count, int) or count < 1:
         raise _refused("not a number of steps", "an integer of 1 or more")
+    if count > _MOST_STEPS:
+        raise _refused("more steps than are counted", f"an integer from 1 to {_MOST_STEPS}")
     return count
 
 
@@ -156,6 +166,9 @@ def _layer_text(layers: tuple[int, int]) -> int | str:
 
 
 LARGEST_SCALE = 2.0**100
+
+_MOST_STEPS = 2**31 - 1
+"""Steps are counted in int32."""
 
 PowerOfTwo = Annotated[float, PlainValidator(_power_of_two)]
 Steps = Annotated[int, PlainValidator(_positive_count)]
@@ -268,8 +281,8 @@ class LossScale(_Section):
 
     @model_validator(mode="after")
     def _starts_below_its_maximum(self) -> Self:
-        if self.init > self.max:
-            raise _refused("init is above max", f"a max of {self.init:.15g} or more")
+        if self.mode == "dynamic" and self.init > self.max:
+            raise _refused("init is above max", f"a max of {show(self.init)} or more")
         return self
 
 

@@ -54,6 +54,17 @@ def test_a_static_scale_only_counts():
     assert states[2].skipped_in_a_row == 2
 
 
+def test_the_largest_settings_that_the_section_takes():
+    largest = 2**100
+    recipe = LossScale(init=2**99, growth=largest, max=largest, growth_interval=2**31 - 1)
+    state = initial(recipe)._replace(good_steps=jnp.int32(2**31 - 3))
+    assert [state.scale for state in walk(recipe, [True, True, False], state)] == [2**99, 2**100, 2**99]
+
+
+def test_a_static_scale_may_lie_above_the_dynamic_ones_maximum():
+    assert walk(LossScale(mode="static", init=2**30), [True])[0].scale == 2**30
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.booleans(), max_size=40), st.sampled_from([2, 4]), st.sampled_from([0.5, 0.25]))
 def test_it_stays_a_power_of_two_within_its_bounds(finite, growth, backoff):

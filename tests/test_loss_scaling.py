@@ -234,6 +234,7 @@ def test_one_layers_infinite_gradient_is_skipped_named_and_trained_past(tmp_path
     scales = events(tmp_path, "nvfp4/loss_scale")
     assert scales == {0: 1024, 1: 1024, 2: 1024, 3: 512, 4: 512, 5: 512}
     assert events(tmp_path, "nvfp4/skipped_steps") == {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
+    assert "  skipped      steps whose loss or gradients were not finite: 1" in said
 
 
 def events(folder, tag):

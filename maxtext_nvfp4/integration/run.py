@@ -9,6 +9,8 @@ from absl import flags, logging
 
 from maxtext_nvfp4.integration import register
 
+_LOSS, _SKIPPED = "learning/loss", "nvfp4/skipped_steps"
+
 
 def train(argv: Sequence[str]) -> tuple[str, bool]:
     """Trains with MaxText's own loop.
@@ -52,12 +54,12 @@ def summarize(config: Any, done: int) -> str:
     from maxtext_nvfp4.integration.report import of_config
 
     lines = [f"run {config.run_name}: {_progress(config, done)}"]
-    by_step = losses(config.tensorboard_dir) if config.enable_tensorboard else {}
-    if by_step:
-        first, last = min(by_step), max(by_step)
-        lines.append(
-            f"  loss         {by_step[first]:.3f} at step {first}, {by_step[last]:.3f} at step {last}"
-        )
+    by_step = logged(config.tensorboard_dir, _LOSS, _SKIPPED) if config.enable_tensorboard else {}
+    if losses := by_step.get(_LOSS):
+        first, last = min(losses), max(losses)
+        lines.append(f"  loss         {losses[first]:.3f} at step {first}, {losses[last]:.3f} at step {last}")
+    if (skips := by_step.get(_SKIPPED)) and (count := round(skips[max(skips)])):
+        lines.append(f"  skipped      steps whose loss or gradients were not finite: {count}")
     if enabled(config):
         report = of_config(config)
         lines.append(f"  precision    {report.headline()} (recipe {report.recipe.recipe})")
@@ -77,18 +79,18 @@ def _progress(config: Any, done: int) -> str:
     return f"stopped by SIGTERM after {done} of {config.steps} steps; {then}"
 
 
-def losses(tensorboard_dir: str) -> dict[int, float]:
-    """Training loss by step as MaxText logged it to TensorBoard, over all restarts of a run."""
+def logged(tensorboard_dir: str, *tags: str) -> dict[str, dict[int, float]]:
+    """Values by tag and step as MaxText logged them to TensorBoard, over all restarts of a run."""
     import tensorflow as tf
 
-    found: dict[int, float] = {}
+    found: dict[str, dict[int, float]] = {}
     for path in sorted(pathlib.Path(tensorboard_dir).rglob("*tfevents*")):
         try:
             for record in tf.data.TFRecordDataset(str(path)):
                 event = tf.compat.v1.Event.FromString(record.numpy())
                 for value in event.summary.value:
-                    if value.tag == "learning/loss":
-                        found[event.step] = value.simple_value
+                    if value.tag in tags:
+                        found.setdefault(value.tag, {})[event.step] = value.simple_value
         except tf.errors.DataLossError:
             pass  # a process killed while it wrote leaves a record cut short at the end
     return found

@@ -60,7 +60,7 @@ def _look(jax_device_state: Any, python_vars: Any, config: Any, step: int, metri
     if in_a_row >= settings.max_consecutive_skips:
         saved = "nothing was saved, as enable_checkpointing is false"
         if save_now(jax_device_state, python_vars, config):
-            saved = f"a checkpoint with the last good parameters is in {config.checkpoint_dir}"
+            saved = f"a checkpoint with the parameters from before them is in {config.checkpoint_dir}"
         raise TrainingError(
             f"stopped after step {step}: the last {in_a_row} steps were not finite, in the last of them {what} "
             f"first, down to a loss scale of {scale:.15g}; {saved}. Look at the data and the learning rate of "
