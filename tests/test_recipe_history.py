@@ -69,9 +69,14 @@ def test_a_switch_that_lies_ahead_may_move_with_the_steps_and_one_behind_may_not
     check(entries, late, 160, 80, folder)
     assert continued(entries, late, 160, 80) == (entries[0].model_copy(update={"switch_step": 160}),)
     check(entries, load_recipe({"switch": {"at": 80}}), 80, 90, folder)  # the same step, written otherwise
-    with pytest.raises(ConfigError, match=r"(?m)^late switch: was at step 80, is at step 160$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?m)^late switch: was at step 80, is at step 160; nvfp4\.switch\.at: 80 keeps it$",
+    ):
         check(entries, late, 160, 81, folder)
-    with pytest.raises(ConfigError, match=r"(?m)^late switch: was at step 80, is at no step$"):
+    with pytest.raises(
+        ConfigError, match=r"(?m)^late switch: was at step 80, is at no step; nvfp4\.switch\.at: 80 keeps it$"
+    ):
         check(entries, PAPER, None, 50, folder)
     with pytest.raises(ConfigError, match=r"(?m)^nvfp4\.switch\.at: was 0\.8, is 90$"):
         check(entries, load_recipe({"switch": {"at": 90}}), 90, 50, folder)
@@ -195,6 +200,26 @@ def test_a_start_under_another_recipe_is_refused_and_changes_nothing(trained, tm
     said = train(tmp_path, "nvfp4.hadamard=none", steps=5, status=2)
     assert "nvfp4.hadamard: was wgrad, is none" in said
     assert "completed step" not in said
+    assert "Traceback" not in said
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"opt_type": "sgd"}, "opt_state"),
+        ({"base_mlp_dim": 256}, "is not compatible with the stored shape"),
+        ({"scan_layers": False}, "'decoder/layers_1/mlp/wo/kernel': missing"),
+    ],
+    ids=lambda part: next(iter(part)) if isinstance(part, dict) else "",
+)
+def test_a_state_of_another_optimizer_or_model_is_refused(trained, tmp_path, keys, why):
+    run = copied(trained, tmp_path)
+    before = contents(run)
+    said = train(tmp_path, steps=5, status=2, **keys)
+    assert "checkpoints/2 is of another model or optimizer: " in said
+    assert why in said
+    assert "such as opt_type, base_mlp_dim and scan_layers, or another run_name" in said
     assert "Traceback" not in said
     assert contents(run) == before
 

@@ -69,6 +69,10 @@ def raising_setup_errors() -> Iterator[None]:
         where = traceback.extract_tb(error.__traceback__)[-1]
         file = where.filename.rpartition("site-packages/")[2]
         message = first_line(str(error)) or type(error).__name__
+        if isinstance(error, OSError) and error.filename:
+            message = (
+                f"{error.filename}: {error.strerror}; write paths, such as base_output_directory, that work"
+            )
         raise ConfigError(f"{message} ({file}, line {where.lineno})") from error
 
 
@@ -76,7 +80,7 @@ _TYPES = {
     "int": ("an integer", "8"),
     "float": ("a number", "0.5"),
     "bool": ("a switch", "true"),
-    "string": ("text", "a name in quotes"),
+    "string": ("text", "run_1"),
     "list": ("a list", "[a, b]"),
     "dict": ("a mapping", "{a: 1}"),
 }
@@ -104,8 +108,9 @@ def describe(detail: Any) -> str:
 
 
 def first_line(text: str) -> str:
-    """What an exception says first."""
-    return text.strip().split("\n")[0]
+    """What an exception says first, with the list that its first line announces."""
+    first = text.strip().split("\n")[0]
+    return text.strip() if first.endswith(":") else first
 
 
 def nearest(word: object, names: Iterable[str]) -> str:

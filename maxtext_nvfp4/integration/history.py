@@ -137,10 +137,13 @@ def check(
         return
     differences = _differences(was.recipe, recipe.numerics)
     if was.switch_step != switch_step:
-        differences.append(f"late switch: was at {_at(was.switch_step)}, is at {_at(switch_step)}")
+        keep = "" if was.switch_step is None else f"; nvfp4.switch.at: {was.switch_step} keeps it"
+        differences.append(f"late switch: was at {_at(was.switch_step)}, is at {_at(switch_step)}{keep}")
+    prints = (
+        f" ({was.fingerprint}, not {recipe.fingerprint})" if was.fingerprint != recipe.fingerprint else ""
+    )
     raise ConfigError(
-        f"{path}: the checkpoint before step {step} was trained with another recipe "
-        f"({was.fingerprint}, not {recipe.fingerprint}):\n"
+        f"{path}: the checkpoint before step {step} was trained with another recipe{prints}:\n"
         + "\n".join(differences)
         + f"\nwrite the recipe of the run, or another run_name, or nvfp4.allow_recipe_change: true to change "
         f"the recipe at step {step}"

@@ -5,6 +5,7 @@ checksum. A checkpoint that merely does not fit the model is MaxText's to refuse
 """
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,13 @@ from orbax.checkpoint import v1 as ocp
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.integration.checksums import mismatches, recorded
 from maxtext_nvfp4.integration.config import enabled
+from maxtext_nvfp4.integration.config_errors import first_line
 from maxtext_nvfp4.integration.damage import data_lost, find_damage
 from maxtext_nvfp4.integration.processes import from_first, on_first
 
 _SHOWN = 10
+
+_MISFIT = re.compile("mismatch at key path|with the stored shape|not match the model")
 
 
 def falling_back(load_state_if_possible: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,10 +84,24 @@ def _attempt(load: Callable[[], Any], checkpoint: epath.Path) -> tuple[Any, list
             raise ConfigError(
                 f"{account}\nmove it away, and start again: the run goes on before it"
             ) from error
+        if misfit := _misfit(error):
+            raise ConfigError(
+                f"checkpoint {checkpoint} is of another model or optimizer: {misfit}\nwrite the keys of the run that "
+                "saved it, such as opt_type, base_mlp_dim and scan_layers, or another run_name"
+            ) from error
         raise
     restored = train_state_nnx.to_checkpoint_dict(result[0]["items"])
     wrong = mismatches(restored, recorded(checkpoint))
     return result, [f"{name}: not the values that were saved" for name in wrong]
+
+
+def _misfit(error: BaseException | None) -> str:
+    """What MaxText or Orbax says of a tree or an array that is not what the model and its optimizer have."""
+    while error is not None:
+        if _MISFIT.search(str(error)):
+            return first_line(str(error)).partition(". Truncating")[0]
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _agreed_damage(checkpoint: epath.Path) -> list[str]:
