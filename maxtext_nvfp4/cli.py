@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -113,8 +114,8 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"got {text}: not a count; write an integer of 1 or more")
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
+        raise argparse.ArgumentTypeError(f"got {text}: not a count; write an integer from 1 to 999999")
     return int(text)
 
 
@@ -207,7 +208,7 @@ def _mesh(arguments: argparse.Namespace) -> int:
 
         register()
         from maxtext_nvfp4.doctor.cluster import Cluster
-        from maxtext_nvfp4.integration.cluster_mesh import plan
+        from maxtext_nvfp4.integration.cluster_model import plan
 
         cluster = Cluster(
             nodes=arguments.nodes or 1,

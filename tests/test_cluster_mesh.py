@@ -10,7 +10,7 @@ from maxtext.configs import pyconfig
 
 from maxtext_nvfp4.doctor.cluster import Cluster, derive
 from maxtext_nvfp4.errors import ConfigError
-from maxtext_nvfp4.integration import cluster_mesh, register
+from maxtext_nvfp4.integration import cluster_mesh, cluster_model, register
 from maxtext_nvfp4.integration.config import load_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -145,17 +145,17 @@ def test_keys_are_those_of_maxtexts_axes(config):
 
 def test_maxtext_reads_a_config_for_the_derived_mesh(config):
     assert isinstance(config, list)
-    mesh = cluster_mesh.plan([*config, "ici_tensor_parallelism=2"], cluster(36))
+    mesh = cluster_model.plan([*config, "ici_tensor_parallelism=2"], cluster(32))
     loaded = load_config(
         config,
         **mesh.overrides(),
         num_slices=2,
         internal_compile=True,
-        internal_compile_num_devices=144,
+        internal_compile_num_devices=128,
         skip_jax_distributed_system=True,
     )
     assert isinstance(loaded, pyconfig.HyperParameters)
-    assert math.prod(loaded.ici_parallelism) == 72
+    assert math.prod(loaded.ici_parallelism) == 64
     assert math.prod(loaded.dcn_parallelism) == 2
 
 
@@ -176,6 +176,28 @@ def test_the_same_config_within_one_rack_is_refused_by_maxtext(config):
 )
 def test_examples(name, nodes, expected):
     register()
-    mesh = cluster_mesh.plan(["", str(CONFIGS / f"{name}.yml")], cluster(nodes))
+    mesh = cluster_model.plan(["", str(CONFIGS / f"{name}.yml")], cluster(nodes))
     assert mesh.arguments() == expected
     assert not mesh.changed
+
+
+@pytest.mark.parametrize(("nodes", "fits"), [(18, "--nodes 16"), (36, "--nodes 32")])
+def test_a_mesh_that_does_not_divide_the_model_is_refused_with_one_that_does(nodes, fits):
+    register()
+    path = str(CONFIGS / "llama3.1-70b.yml")
+    with pytest.raises(ConfigError, match="kernel has 8192 along an axis that is divided over") as refused:
+        cluster_model.plan(["", path], cluster(nodes))
+    said, _, write = str(refused.value).partition("; write ")
+    assert "(fsdp)" in said
+    whole, pairs = write.split(", or ")
+    assert whole == fits
+    assert pairs == "ici_fsdp_parallelism=8 ici_data_parallelism=9"
+    assert cluster_model.plan(["", path], cluster(int(whole.split()[1])))
+    assert cluster_model.plan(["", path, *pairs.split()], cluster(nodes)).ici["data"] == 9
+
+
+@pytest.mark.parametrize("value", [0, -2, 1.5, True, "four", None])
+def test_a_number_of_devices_that_is_none(value, config):
+    raw = {**cluster_mesh.checked_keys([*config, "quantization=''"]), "ici_fsdp_parallelism": value}
+    with pytest.raises(ConfigError, match=r"ici_fsdp_parallelism: got .*: not a number of devices; write"):
+        cluster_mesh.parallelism(raw, "ici")

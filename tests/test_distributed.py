@@ -110,6 +110,13 @@ def test_a_coordinator_that_cannot_be_reached_is_one_message(environment) -> Non
         join_job({"hardware": "cpu"} | TIMEOUT)
 
 
+def test_a_name_that_does_not_resolve_is_one_message(environment) -> None:
+    environment({**ONE, "JAX_COORDINATOR_ADDRESS": "nosuch.invalid:61440"})
+    with pytest.raises(ConfigError, match=r"its name did not resolve within 1 s .*; write a name or address"):
+        join_job({"hardware": "cpu"} | TIMEOUT)
+    assert not jax.distributed.is_initialized()
+
+
 def test_a_port_in_use_is_one_message(environment) -> None:
     with socket.create_server(("", 0)) as busy:
         environment({**ONE, "JAX_COORDINATOR_ADDRESS": f"localhost:{busy.getsockname()[1]}"})

@@ -191,6 +191,13 @@ BROKEN = {
         {"keys": {"skip_jax_distributed_system": True}},
         ("processes", "problem", "each would train by itself", "skip_jax_distributed_system: false"),
     ),
+    "nodes that do not find each other, seen before the job": (
+        {
+            "keys": {"skip_jax_distributed_system": True},
+            "launch": dataclasses.replace(LAUNCH, by="alone", count=1, process=0),
+        },
+        ("processes", "problem", "each would train by itself", "skip_jax_distributed_system: false"),
+    ),
     "the hardware that does not look for Slurm": (
         {"keys": {"hardware": "gpu"}},
         ("processes", "problem", "hardware: gpu,", "hardware: gpu_multiprocess"),

@@ -169,7 +169,7 @@ def test_without_maxtext_the_config_is_not_read(config, capsys, monkeypatch):
         (["bas_emb_dim=3"], "bas_emb_dim: got 3: no such MaxText option; write base_emb_dim"),
         (
             ["ici_fsdp_parallelism=four"],
-            "ici_fsdp_parallelism: got four: not an integer; write an integer such as 8",
+            "ici_fsdp_parallelism: got four: not a number of devices; write an integer of 1 or more",
         ),
         (["nvfp4.recipe=papers"], "nvfp4.recipe"),
     ],
@@ -186,7 +186,9 @@ def test_a_mistake_in_the_config_is_one_message(command, arguments, says, config
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--nodes", "0"], "got 0: not a count; write an integer of 1 or more"),
+        (["--nodes", "0"], "got 0: not a count; write an integer from 1 to 999999"),
+        (["--nodes", "\u0663"], "not a count"),
+        (["--nodes", "99999999999999999999"], "not a count"),
         (["--target", "h100"], "gb200"),
         (["--gpus"], "--gpus"),
     ],

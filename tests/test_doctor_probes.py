@@ -195,8 +195,13 @@ PLAIN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_PROCESS_ID": "1", "JAX
             Launch(by="kubernetes", process=(18 + 3) * 4, count=144, nodes=36, host="run-0-0.run", port=1234),
         ),
         (
-            {"JOB_COMPLETION_INDEX": "1", "PODS_IN_JOB": "2", "PROCESSES_PER_POD": "1"},
-            Launch(by="kubernetes", process=1, count=2, nodes=2),
+            {
+                "JOB_COMPLETION_INDEX": "1",
+                "PODS_IN_JOB": "2",
+                "PROCESSES_PER_POD": "1",
+                "JAX_COORDINATOR_ADDRESS": "[::1]:61440",
+            },
+            Launch(by="kubernetes", process=1, count=2, nodes=2, host="::1", port=61440),
         ),
         (PLAIN, Launch(by="environment", process=1, count=2, host="10.0.0.1", port=1234)),
         # Slurm's word counts, whatever else is left in the environment.
@@ -216,7 +221,12 @@ def test_the_place_of_a_process(environment, place):
         ({**POD, "JOB_INDEX": "2"}, "JOB_INDEX=2: there are 2 by JOBS"),
         ({"JAX_PROCESS_COUNT": "2"}, "without JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID"),
         ({**PLAIN, "JAX_PROCESS_ID": "2"}, "write at most 1"),
-        ({**PLAIN, "JAX_COORDINATOR_ADDRESS": "host:port"}, "got port port"),
+        ({**PLAIN, "JAX_COORDINATOR_ADDRESS": "host:port"}, "got 'host:port': not an address"),
+        ({**PLAIN, "JAX_COORDINATOR_ADDRESS": ":61440"}, "got ':61440': not an address"),
+        ({**PLAIN, "JAX_COORDINATOR_ADDRESS": "host:99999"}, "got port 99999: not a port"),
+        ({**SLURM, "SLURM_NTASKS": "\u00b2"}, "SLURM_NTASKS: got '\u00b2': not a number"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "without JAX_COORDINATOR_ADDRESS and PODS_IN_JOB"),
+        ({"JOB_COMPLETION_INDEX": "0", "PODS_IN_JOB": "2"}, "without JAX_COORDINATOR_ADDRESS"),
     ],
 )
 def test_a_place_that_contradicts_itself(environment, says):

@@ -24,6 +24,7 @@ RUN = (
     "configs/llama3.1-405b.yml",
     "steps=5",
     "a=b $(JOBS)",
+    "c=$$(JOBS)$",
 )
 
 
@@ -199,7 +200,7 @@ def test_every_pod_can_run_a_process(case) -> None:
         pod, container = job["spec"]["template"]["spec"], container_of(job)
         assert container["image"] == "registry/nvfp4:1"
         assert container["command"] == ["scripts/launch.sh"]
-        assert container["args"] == ["configs/llama3.1-405b.yml", "steps=5", "a=b $$(JOBS)"]
+        assert container["args"] == ["configs/llama3.1-405b.yml", "steps=5", "a=b $$(JOBS)", "c=$$$$(JOBS)$$"]
         assert job["spec"]["completionMode"] == "Indexed"
         assert job["spec"]["completions"] == job["spec"]["parallelism"]
         assert pod["restartPolicy"] == "Never"
@@ -326,6 +327,18 @@ def test_launch_numbers_all_processes(name: str, checkout: Path) -> None:
         (("indexed-job", "--pods-per-rack", "2", "--racks", "2"), "--racks: got 2: an Indexed Job alone"),
         (("a4x", "--pods-per-rack", "0"), "got 0: not a count"),
         (("a4x", "--pods-per-rack", "2", "--volume", "data"), "--volume: got data: no claim and folder"),
+        (("a4x", "--pods-per-rack", "2", "--volume", "a-=/x"), "--volume: got a-=/x: no claim and folder"),
+        (("a4x", "--pods-per-rack", "2", "--volume", "a=/x:y"), "--volume: got a=/x:y: no claim and folder"),
+        (
+            ("a4x", "--pods-per-rack", "2", "--volume", "a=/dev/shm/"),
+            "--volume: got a=/dev/shm/: the folder has another volume",
+        ),
+        (
+            ("a4x", "--pods-per-rack", "2", "--volume", "a=/x", "--volume", "b=/x"),
+            "--volume: got b=/x: the folder has another volume",
+        ),
+        (("a4x", "--pods-per-rack", "2", "--queue", "Bad Queue!"), "--queue: got Bad Queue!: no name"),
+        (("a4x", "--pods-per-rack", "2", "--service-account", "a b"), "--service-account: got a b: no name"),
         (("a4x", "--pods-per-rack", "2", "--name", "Llama_3"), "--name: got Llama_3: no DNS label"),
         (("a4x", "--pods-per-rack", "2", "--name", "a" * 41), "no DNS label of at most 40 characters"),
         (("a4x", "--pods-per-rack", "2", "--image", "an image"), "--image: got an image: no image"),

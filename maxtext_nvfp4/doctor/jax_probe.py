@@ -13,7 +13,10 @@ from maxtext_nvfp4.backends import te_library
 
 def main() -> None:
     """Prints platform, number of devices and why Transformer Engine cannot be used."""
-    devices = jax.local_devices()
+    try:
+        devices = jax.local_devices()
+    except AssertionError:  # which says nothing
+        sys.exit(f"JAX_PLATFORMS={jax.config.jax_platforms}: no such device, or its plug-in is not installed")
     answer = {"platform": devices[0].platform, "devices": len(devices), "engine": te_library.missing()}
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
 

@@ -30,6 +30,9 @@ class Launch:
     fault: str = ""
 
 
+_PORT = 61440
+"""The port that scripts/launch.sh takes where none is named."""
+
 _BY_HAND = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_PROCESS_COUNT")
 
 
@@ -69,7 +72,8 @@ def _first_host(hosts: str) -> str:
 
 
 def _kubernetes(environment: Mapping[str, str], gpus: int) -> Launch:
-    pod, pods = _number(environment, "JOB_COMPLETION_INDEX"), _number(environment, "PODS_IN_JOB", 1)
+    _need(environment, "JOB_COMPLETION_INDEX", ("JAX_COORDINATOR_ADDRESS", "PODS_IN_JOB"))
+    pod, pods = _number(environment, "JOB_COMPLETION_INDEX"), _number(environment, "PODS_IN_JOB")
     job, jobs = _number(environment, "JOB_INDEX", 0), _number(environment, "JOBS", 1)
     each = _number(environment, "PROCESSES_PER_POD", gpus)
     _check(pod, pods, "JOB_COMPLETION_INDEX", "PODS_IN_JOB")
@@ -99,17 +103,27 @@ def _by_hand(environment: Mapping[str, str]) -> Launch:
 
 
 def _address(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port of JAX_COORDINATOR_ADDRESS, which has `host` or `host:port`."""
-    host, _, port = environment.get("JAX_COORDINATOR_ADDRESS", "").partition(":")
-    port = port or environment.get("JAX_COORDINATOR_PORT", "") or "0"
-    if not port.isdigit():
-        raise ConfigError(f"JAX_COORDINATOR_ADDRESS: got port {port}: not a number; write {host}:1234")
+    """Host and port of JAX_COORDINATOR_ADDRESS, which has `host` or `host:port`, an IPv6 address in brackets."""
+    text = environment.get("JAX_COORDINATOR_ADDRESS", "")
+    match = re.fullmatch(r"(\[[^]]+\]|[^:]+)(?::([0-9]+))?", text)
+    if match is None:
+        raise ConfigError(f"JAX_COORDINATOR_ADDRESS: got {text!r}: not an address; write host:{_PORT}")
+    host, port = match[1].strip("[]"), match[2] or environment.get("JAX_COORDINATOR_PORT", "") or "0"
+    if not re.fullmatch("[0-9]+", port) or int(port) >= 2**16:
+        raise ConfigError(f"JAX_COORDINATOR_ADDRESS: got port {port}: not a port; write {match[1]}:{_PORT}")
     return host, int(port)
+
+
+def _need(environment: Mapping[str, str], name: str, others: tuple[str, ...]) -> None:
+    if missing := [other for other in others if other not in environment]:
+        raise ConfigError(
+            f"{name} without {' and '.join(missing)}: a job needs them; write them all, or none"
+        )
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name, "" if default is None else str(default))
-    if not text.isdigit():
+    if not re.fullmatch("[0-9]+", text):
         raise ConfigError(f"{name}: got {text!r}: not a number; write an integer of 0 or more")
     return int(text)
 

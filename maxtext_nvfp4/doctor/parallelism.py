@@ -38,6 +38,11 @@ def processes(situation: Situation) -> Finding | None:
             f"{launch.count} processes, and skip_jax_distributed_system: true: each would train by itself",
             "skip_jax_distributed_system: false",
         )
+    if alone and cluster.nodes > 1:
+        return problem(
+            f"{cluster.nodes} nodes, and skip_jax_distributed_system: true: each would train by itself",
+            "skip_jax_distributed_system: false",
+        )
     if launch.count > 1 and hardware == "gpu":
         return problem(
             f"{launch.count} processes by {launch.by}, and hardware: gpu, which does not look there for its place",

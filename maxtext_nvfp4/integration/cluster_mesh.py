@@ -6,30 +6,15 @@ from typing import Any
 
 from maxtext.utils import max_utils
 
-from maxtext_nvfp4.doctor.cluster import Cluster, MeshPlan, derive
+from maxtext_nvfp4.doctor.cluster import Cluster
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.integration.config_checks import check_keys
 from maxtext_nvfp4.integration.config_errors import raising_config_errors
 from maxtext_nvfp4.integration.config_files import merged_keys
+from maxtext_nvfp4.recipe import problem
 
 _AXES = {"stage": "pipeline"}
 """Mesh axes whose keys have another name."""
-
-
-def plan(argv: Sequence[str], cluster: Cluster) -> MeshPlan:
-    """The mesh of a config on a cluster.
-
-    Args:
-      argv: Program name, YAML file, then `key=value` arguments.
-      cluster: The cluster.
-
-    Raises:
-      ConfigError: Anything wrong in the config, or a choice that does not fit the cluster.
-    """
-    raw = checked_keys(argv)
-    mesh = derive(cluster, parallelism(raw, "ici"), parallelism(raw, "dcn"))
-    assert not fault(cluster, mesh.ici, mesh.dcn), "MaxText refuses what was derived"
-    return mesh
 
 
 def checked_keys(argv: Sequence[str]) -> dict[str, Any]:
@@ -45,8 +30,10 @@ def parallelism(raw: Mapping[str, Any], network: str) -> dict[str, int]:
     names = (_AXES.get(axis, axis) for axis in raw["mesh_axes"])
     keys = {name: f"{network}_{name}_parallelism" for name in names}
     for key in keys.values():
-        if key in raw and not isinstance(raw[key], int):
-            raise ConfigError(f"{key}: got {raw[key]}: not an integer; write an integer such as 8")
+        value = raw.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+            why = "not a number of devices"
+            raise ConfigError(problem(key, value, why, "an integer of 1 or more, or -1 for what is left"))
     return {name: int(raw[key]) for name, key in keys.items() if key in raw}
 
 

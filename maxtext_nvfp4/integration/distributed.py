@@ -57,6 +57,8 @@ def job_of(environment: Mapping[str, str]) -> Job | None:
     coordinator = environment[_COORDINATOR]
     if not re.fullmatch(r"(\[[^]]+\]|[^:]+):\d+", coordinator):
         raise ConfigError(problem(_COORDINATOR, coordinator, "not host:port", f"{_COORDINATOR}=host:61440"))
+    if int(coordinator.rpartition(":")[2]) >= 2**16:
+        raise ConfigError(problem(_COORDINATOR, coordinator, "not a port", "a port from 1 to 65535"))
     for name in (_ID, _COUNT):
         if not re.fullmatch(r"\d+", environment[name]):
             raise ConfigError(problem(name, environment[name], "not a whole number", f"{name}=1, say"))
@@ -115,6 +117,7 @@ def join_job(raw: Mapping[str, Any]) -> None:
     if job.process > 0:
         _wait_for_coordinator(job, timeout)
     else:
+        _wait_for_name(job, timeout)
         _check_port(job)
     jax.distributed.initialize(
         job.coordinator,
@@ -149,6 +152,22 @@ def _wait_for_coordinator(job: Job, timeout: float) -> None:
                 write = (
                     "the host of process 0 and a port that is open between the hosts; is process 0 running?"
                 )
+                raise ConfigError(problem(_COORDINATOR, job.coordinator, why, write)) from None
+        time.sleep(_RETRY_SECONDS)
+
+
+def _wait_for_name(job: Job, timeout: float) -> None:
+    """Waits until the coordinator's name resolves, on the host that it names; JAX would abort."""
+    host, _, port = job.coordinator.rpartition(":")
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.getaddrinfo(host.strip("[]"), int(port))
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                why = f"its name did not resolve within {timeout:g} s ({error.strerror})"
+                write = "a name or address of the host of process 0"
                 raise ConfigError(problem(_COORDINATOR, job.coordinator, why, write)) from None
         time.sleep(_RETRY_SECONDS)
 

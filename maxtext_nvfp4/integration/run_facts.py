@@ -15,11 +15,11 @@ from maxtext_nvfp4.doctor.facts import Folder, Run, Shapes
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.integration import cluster_mesh
 from maxtext_nvfp4.integration.attach import for_another_machine, resolve
-from maxtext_nvfp4.integration.config import enabled, load_config, mode_defaults
-from maxtext_nvfp4.integration.config_checks import MODE, missing_paths
+from maxtext_nvfp4.integration.cluster_model import abstract_model, load_for, undivided
+from maxtext_nvfp4.integration.config import enabled
+from maxtext_nvfp4.integration.config_checks import missing_paths
 from maxtext_nvfp4.integration.config_errors import raising_setup_errors
-from maxtext_nvfp4.integration.config_files import chosen_keys
-from maxtext_nvfp4.integration.extents import TOKENS, mesh_sizes, parts_of
+from maxtext_nvfp4.integration.extents import TOKENS, parts_of
 from maxtext_nvfp4.integration.report import build
 from maxtext_nvfp4.integration.resume import check_recipe
 from maxtext_nvfp4.recipe import load_recipe
@@ -68,9 +68,13 @@ def read(
       ConfigError: Anything wrong in the config that has nothing to do with the cluster.
     """
     mesh, mesh_fault, mesh_fix = _mesh(raw, cluster)
-    config = _load(argv, raw, mesh)
+    config = load_for(argv, raw, mesh)
     with raising_setup_errors(), for_another_machine():
-        model = _abstract_model(config)
+        model = abstract_model(config)
+        if mesh and (fault := undivided(model, mesh)):
+            mesh_fault, mesh_fix = fault
+            mesh, config = None, load_for(argv, raw, None)
+            model = abstract_model(config)
         shapes = _shapes(model, config, raw, capability, engine) if enabled(config) and mesh else None
     parameters, checkpoint_bytes, device_bytes = _sizes(model, config)
     folder = look(config.checkpoint_dir) if config.enable_checkpointing else None
@@ -110,45 +114,6 @@ def _mesh(raw: Mapping[str, Any], cluster: Cluster) -> tuple[MeshPlan | None, st
         found, _, write = str(error).rpartition("; write ")
         return None, found, write
     return mesh, cluster_mesh.fault(cluster, ici, dcn), mesh.arguments()
-
-
-def _load(argv: Sequence[str], raw: Mapping[str, Any], mesh: MeshPlan | None) -> Any:
-    """The config for a mesh, on a machine that need not have it.
-
-    MaxText lets a config be read for devices that are not there, to compile ahead.
-    """
-    cluster = mesh.cluster if mesh else Cluster(nodes=1, gpus_per_node=1, rack_gpus=1)
-    sizes = mesh.overrides() if mesh else _ones(raw)
-    emulated = {"nvfp4": {**(raw.get("nvfp4") or {}), "backend": "emulated"}}
-    return load_config(
-        argv,
-        **mode_defaults(raw, chosen_keys(argv)),
-        **sizes,
-        **(emulated if raw.get("quantization") == MODE else {}),
-        num_slices=cluster.racks,
-        internal_compile=True,
-        internal_compile_num_devices=cluster.devices,
-        skip_jax_distributed_system=True,
-        log_config=False,
-    )
-
-
-def _ones(raw: Mapping[str, Any]) -> dict[str, int]:
-    return {
-        f"{network}_{name}_parallelism": 1
-        for network in ("ici", "dcn")
-        for name in cluster_mesh.parallelism(raw, network)
-    }
-
-
-def _abstract_model(config: Any) -> nnx.Module:
-    """The model in shapes, sharded over a mesh that has no devices."""
-    from maxtext.utils.model_creation_utils import create_nnx_abstract_model
-
-    sizes = mesh_sizes(config)
-    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    model: nnx.Module = create_nnx_abstract_model(config, mesh)[1]
-    return model
 
 
 def _shapes(model: nnx.Module, config: Any, raw: Mapping[str, Any], capability: str, engine: bool) -> Shapes:

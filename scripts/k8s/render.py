@@ -17,7 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml  # type: ignore[import-untyped]
+try:
+    import yaml  # type: ignore[import-untyped]
+except ImportError:
+    sys.exit("error: PyYAML is missing; run this with .venv/bin/python, or install PyYAML")
 
 HERE = Path(__file__).parent
 PLATFORMS = ("a4x", "a4x-max", "indexed-job")
@@ -28,6 +31,9 @@ STARTS = 100
 
 NO_RESTART = [2, 3]
 """Exit statuses after which another start would end alike: a wrong config, a run that stopped itself."""
+
+_NAME = r"[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?"
+_SHARED_MEMORY = "/dev/shm"
 
 BLOCK, RACK = "cloud.google.com/gce-topology-block", "cloud.google.com/gce-topology-subblock"
 """Node labels of GKE. A subblock of A4X is a rack, which is an NVLink domain."""
@@ -101,8 +107,8 @@ def _pod(arguments: argparse.Namespace, platform: dict[str, Any]) -> dict[str, A
     pod = merged(_read("pod.yml", arguments), platform["pod"])
     spec, metadata = pod["spec"], pod["metadata"]
     [container] = spec["containers"]
-    # Kubernetes replaces $(NAME), and takes $$( for the two characters.
-    container["args"] = [word.replace("$(", "$$(") for word in (arguments.config, *arguments.overrides)]
+    # Kubernetes replaces $(NAME), and takes $$ for a dollar sign.
+    container["args"] = [word.replace("$", "$$") for word in (arguments.config, *arguments.overrides)]
     coordinator = f"{arguments.name}-rack-0-0" if platform["jobset"] else f"{arguments.name}-0"
     container["env"] = [
         {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{coordinator}.{arguments.name}:{PORT}"},
@@ -181,9 +187,19 @@ def _check_words(arguments: argparse.Namespace) -> None:
     for pair in arguments.overrides:
         if not re.match(r"[^=-][^=]*=", pair):
             _refuse("key=value", pair, "no pair", "such as steps=100")
+    for option in ("queue", "service_account"):
+        name = getattr(arguments, option)
+        if name is not None and not re.fullmatch(_NAME, name):
+            _refuse(
+                f"--{option.replace('_', '-')}", name, "no name of an object", "letters a-z, digits, - and ."
+            )
+    folders = [_SHARED_MEMORY]
     for volume in arguments.volume:
-        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*=/\S*", volume):
+        if not re.fullmatch(rf"{_NAME}=/[^\s:]*", volume):
             _refuse("--volume", volume, "no claim and folder", "CLAIM=/runs")
+        folders.append(volume.partition("=")[2].rstrip("/") or "/")
+        if folders.count(folders[-1]) > 1:
+            _refuse("--volume", volume, "the folder has another volume", "another folder")
 
 
 def _check_counts(arguments: argparse.Namespace, platform: dict[str, Any]) -> None:

@@ -1,0 +1,98 @@
+"""A config's model on a cluster's mesh, in shapes, on a machine that need not have the devices."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from maxtext_nvfp4.doctor.cluster import Cluster, MeshPlan, derive
+from maxtext_nvfp4.errors import ConfigError
+from maxtext_nvfp4.integration import cluster_mesh
+from maxtext_nvfp4.integration.config import load_config, mode_defaults
+from maxtext_nvfp4.integration.config_checks import MODE
+from maxtext_nvfp4.integration.config_files import chosen_keys
+from maxtext_nvfp4.integration.extents import mesh_sizes
+
+
+def plan(argv: Sequence[str], cluster: Cluster) -> MeshPlan:
+    """The mesh of a config on a cluster.
+
+    Args:
+      argv: Program name, YAML file, then `key=value` arguments.
+      cluster: The cluster.
+
+    Raises:
+      ConfigError: Anything wrong in the config, or a choice that fits neither the cluster nor the model.
+    """
+    raw = cluster_mesh.checked_keys(argv)
+    mesh = derive(cluster, cluster_mesh.parallelism(raw, "ici"), cluster_mesh.parallelism(raw, "dcn"))
+    assert not cluster_mesh.fault(cluster, mesh.ici, mesh.dcn), "MaxText refuses what was derived"
+    if fault := undivided(abstract_model(load_for(argv, raw, mesh)), mesh):
+        raise ConfigError(f"{fault[0]}; write {fault[1]}")
+    return mesh
+
+
+def load_for(argv: Sequence[str], raw: Mapping[str, Any], mesh: MeshPlan | None) -> Any:
+    """The config for a mesh. MaxText lets one be read for devices that are not there, to compile ahead."""
+    cluster = mesh.cluster if mesh else Cluster(nodes=1, gpus_per_node=1, rack_gpus=1)
+    sizes = mesh.overrides() if mesh else _ones(raw)
+    emulated = {"nvfp4": {**(raw.get("nvfp4") or {}), "backend": "emulated"}}
+    return load_config(
+        argv,
+        **mode_defaults(raw, chosen_keys(argv)),
+        **sizes,
+        **(emulated if raw.get("quantization") == MODE else {}),
+        num_slices=cluster.racks,
+        internal_compile=True,
+        internal_compile_num_devices=cluster.devices,
+        skip_jax_distributed_system=True,
+        log_config=False,
+    )
+
+
+def _ones(raw: Mapping[str, Any]) -> dict[str, int]:
+    return {
+        f"{network}_{name}_parallelism": 1
+        for network in ("ici", "dcn")
+        for name in cluster_mesh.parallelism(raw, network)
+    }
+
+
+def abstract_model(config: Any) -> nnx.Module:
+    """The model in shapes, sharded over a mesh that has no devices."""
+    from maxtext.utils.model_creation_utils import create_nnx_abstract_model
+
+    sizes = mesh_sizes(config)
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    model: nnx.Module = create_nnx_abstract_model(config, mesh)[1]
+    return model
+
+
+def undivided(model: nnx.Module, mesh: MeshPlan) -> tuple[str, str] | None:
+    """Which parameter of an abstract model its mesh does not divide, and what to write; None if it divides all."""
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        sharding, shape = leaf.get_value().sharding, leaf.get_value().shape
+        for size, axes in zip(shape, sharding.spec, strict=False):
+            names = (axes,) if isinstance(axes, str) else axes or ()
+            parts = math.prod(sharding.mesh.shape[name] for name in names)
+            if size % parts:
+                found = (
+                    f"{'/'.join(map(str, path))} has {size} along an axis that is divided over {parts} devices "
+                    f"({' and '.join(names)})"
+                )
+                return found, _divides(mesh, size)
+    return None
+
+
+def _divides(mesh: MeshPlan, size: int) -> str:
+    """What to write where FSDP, which alone is filled in without being asked for, divides too far."""
+    per_rack, fsdp = mesh.cluster.per_rack, mesh.ici.get("fsdp", 1)
+    less = math.gcd(fsdp, size)
+    if less == fsdp:
+        return "sizes of the ici_* and dcn_* axes that divide it"
+    smaller = 2 ** int(math.log2(per_rack)) // mesh.cluster.gpus_per_node
+    nodes = f"--nodes {smaller * mesh.cluster.racks}, or " if smaller else ""
+    data = mesh.ici.get("data", 1) * fsdp // less
+    return f"{nodes}ici_fsdp_parallelism={less} ici_data_parallelism={data}"
