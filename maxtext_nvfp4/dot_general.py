@@ -26,6 +26,7 @@ def routed_dot_general(
     *,
     entry: Array | None = None,
     key: Array | None = None,
+    probe: Array | None = None,
 ) -> Array:
     """`lax.dot_general` whose forward and backward GEMMs follow a routine.
 
@@ -38,6 +39,7 @@ def routed_dot_general(
       entry: int32 scalar, the layer's place in `routine.table`; needed when its plans differ.
       key: uint32 words of a threefry key for stochastic rounding; needed to differentiate a plan that
         rounds stochastically.
+      probe: As in `Backend.dot`.
 
     Returns:
       Free axes of x, then free axes of w, in x's dtype.
@@ -59,4 +61,4 @@ def routed_dot_general(
     first_w = [axis % w.ndim for axis in contract_w]
     x = x.transpose(*(axis for axis in range(x.ndim) if axis not in last_x), *last_x)
     w = w.transpose(*first_w, *(axis for axis in range(w.ndim) if axis not in first_w))
-    return backend.dot(routine, x, w, len(last_x), entry, key)
+    return backend.dot(routine, x, w, len(last_x), entry, key, probe)

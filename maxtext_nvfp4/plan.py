@@ -15,6 +15,14 @@ GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 
 Precision = Literal["nvfp4", "mxfp4", "bf16"]
 
+MEASURED = ("amax", "rounded_to_zero", "saturated", "zero_scales", "relative_mse", "nonfinite")
+"""Statistics of a GEMM that its program computes, see `telemetry`."""
+
+DERIVED = ("sqnr_db", "gradient_to_noise")
+"""Those that follow from relative_mse."""
+
+STATS = (*MEASURED, *DERIVED)
+
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
 """Elements that share one block scale along the contraction."""
 

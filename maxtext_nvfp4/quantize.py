@@ -49,6 +49,13 @@ class Encoded(NamedTuple):
         blocked = _blocked(self.codes, self.block)
         return (blocked * _expand(self.block_scales)).reshape(self.codes.shape)
 
+    def limits(self) -> Array:
+        """The largest of `scaled_codes` that the block of each element could hold, float32, shaped like x."""
+        blocked = _blocked(self.codes, self.block)
+        return jnp.broadcast_to(formats.E2M1_MAX * _expand(self.block_scales), blocked.shape).reshape(
+            self.codes.shape
+        )
+
 
 @jax.tree_util.register_pytree_node_class
 class Quantized:
@@ -130,6 +137,11 @@ def _block_amax(blocked: Array) -> Array:
 def _largest(amax: Array) -> Array:
     """The largest of non-negative float32 numbers, NaN if there is one: XLA's CPU reduction loses NaN."""
     return lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(amax, jnp.int32)), jnp.float32)
+
+
+def tensor_amax(x: Array, block: tuple[int, ...]) -> Array:
+    """The largest magnitude in x, float32 scalar; Inf or NaN if x holds one. Any block of `encode` will do."""
+    return _largest(_block_amax(_blocked(x, block)))
 
 
 def encode(

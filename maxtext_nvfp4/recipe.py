@@ -32,7 +32,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from maxtext_nvfp4.errors import ConfigError
-from maxtext_nvfp4.plan import GEMMS
+from maxtext_nvfp4.plan import GEMMS, STATS
 
 RECIPES = Path(__file__).parent / "recipes"
 PRESETS: tuple[str, ...] = tuple(sorted(path.stem for path in RECIPES.glob("*.yml")))
@@ -137,6 +137,17 @@ def _boolean(value: object) -> bool:
 def _off(value: object) -> object:
     """YAML reads a bare `off` as a boolean."""
     return "off" if value is False else value
+
+
+def _stats(value: object) -> tuple[str, ...]:
+    if value == "all":
+        return STATS
+    if not isinstance(value, list | tuple) or not value:
+        raise _refused("not a list of statistics", f"all, or a list such as [{', '.join(STATS[:2])}]")
+    for name in value:
+        if name not in STATS:
+            raise _refused(f"{show(name)} is no statistic", _nearest(name, STATS) or ", ".join(STATS))
+    return tuple(dict.fromkeys(map(str, value)))
 
 
 def _pattern(value: object) -> str:
@@ -286,6 +297,35 @@ class LossScale(_Section):
         return self
 
 
+class Telemetry(_Section):
+    """Statistics of what quantization does to each 4-bit GEMM, on sampled steps."""
+
+    every: Steps = Field(
+        default=100,
+        description="Steps from one sample to the next; the last of them is sampled.",
+        json_schema_extra={"values": "an integer >= 1"},
+    )
+    stats: Annotated[tuple[str, ...], PlainValidator(_stats)] = Field(
+        default=STATS,
+        description="Statistics that are written; all if absent.",
+        json_schema_extra={"values": f"a list of {', '.join(STATS)}"},
+    )
+    layers: LayerRange | None = Field(
+        default=None,
+        description="Decoder layers whose statistics are written; all if absent.",
+        json_schema_extra={"values": "a layer such as 5, a range such as 0..3, or all"},
+    )
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _all_layers(cls, value: object) -> object:
+        return None if value == "all" else value
+
+    def covers(self, layer: int) -> bool:
+        """Whether the statistics of a decoder layer are written."""
+        return self.layers is None or self.layers[0] <= layer <= self.layers[1]
+
+
 class Recipe(_Section):
     """A complete recipe: what is quantized, how, and by which backend.
 
@@ -350,6 +390,12 @@ class Recipe(_Section):
         json_schema_extra={"values": "a mapping such as {mode: static, init: 1024}"},
     )
 
+    telemetry: Telemetry | None = Field(
+        default=None,
+        description="Statistics of each 4-bit GEMM's operands and product, on sampled steps.",
+        json_schema_extra={"values": "a mapping such as {every: 100}"},
+    )
+
     allow_recipe_change: Annotated[bool, PlainValidator(_boolean)] = Field(
         default=False,
         description="Go on from a checkpoint that was trained with another recipe; the change is recorded.",
@@ -368,9 +414,9 @@ class Recipe(_Section):
     def numerics(self) -> dict[str, Any]:
         """Every field that determines bits, as JSON-ready values.
 
-        The recipe's name, the backend and the loss scale do not.
+        The recipe's name, the backend, the loss scale and telemetry do not.
         """
-        other = {"recipe", "backend", "loss_scale", "allow_recipe_change"}
+        other = {"recipe", "backend", "loss_scale", "telemetry", "allow_recipe_change"}
         return self.model_dump(mode="json", exclude=other, exclude_none=True)
 
     @property

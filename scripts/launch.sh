@@ -91,7 +91,7 @@ from_slurm() {
     number SLURM_NTASKS 1 1000000
     number SLURM_PROCID 0 $((SLURM_NTASKS - 1))
     number SLURM_LOCALID 0 $((SLURM_NTASKS - 1))
-    number SLURM_JOB_ID 0 999999999
+    number SLURM_JOB_ID 0 4294967295
     first=$SLURM_PROCID count=$SLURM_NTASKS processes=1
     if [[ -n ${JAX_COORDINATOR_ADDRESS:-} ]]; then
         coordinator_of_environment # where the nodes' own names lead to the wrong network

@@ -190,6 +190,21 @@ CASES = {
     "switch-of-nothing": recipe(
         "nvfp4.switch", "no fprop GEMM in 4 bits", "no switch", recipe="bf16", switch={"at": 1}
     ),
+    "telemetry-and-a-compiled-step": key(
+        "compiled_trainstep_file",
+        "needs a second one",
+        'compiled_trainstep_file: ""',
+        compiled_trainstep_file="step.pickle",
+        nvfp4={"telemetry": {}},
+    ),
+    "telemetry-and-bf16-accumulation": key(
+        "shard_optimizer_over_data",
+        "sums in BF16",
+        "shard_optimizer_over_data: false",
+        shard_optimizer_over_data=True,
+        gradient_accumulation_steps=2,
+        nvfp4={"telemetry": {}},
+    ),
     "switch-compiled-elsewhere": key(
         "compiled_trainstep_file",
         "step.pickle",

@@ -10,7 +10,7 @@ import pytest
 from jax import numpy as jnp
 
 from maxtext_nvfp4 import backends, dequantize, dot_general, policy, quantize, random_hadamard
-from maxtext_nvfp4.backends import emulated
+from maxtext_nvfp4.backends.operands import encode_operand
 from maxtext_nvfp4.dot_general import routed_dot_general
 from maxtext_nvfp4.plan import BF16, GEMMS, GemmPlan, LayerPlan, OperandPlan
 from maxtext_nvfp4.recipe import load_recipe
@@ -214,13 +214,11 @@ def test_codes_and_scales_are_those_of_quantize(backend, monkeypatch):
     seen = []
 
     def recording(plan, x, contract, key, precision):
-        encoded = encode_operand(plan, x, contract, key, precision)
-        seen.append((plan, contract, encoded))
-        return encoded
+        operand = encode_operand(plan, x, contract, key, precision)
+        seen.append((plan, contract, operand.encoded))
+        return operand
 
-    encode_operand = emulated.encode_operand
-    module = f"maxtext_nvfp4.backends.{backend}"
-    monkeypatch.setattr(f"{module}.encode_operand", recording)
+    monkeypatch.setattr("maxtext_nvfp4.backends.operands.encode_operand", recording)
     layout = "query"
     x, w, dy = operands(layout, jnp.bfloat16, seed=2)
     with jax.disable_jit():

@@ -19,6 +19,7 @@ from maxtext_nvfp4.recipe import (
     Recipe,
     Rule,
     Switch,
+    Telemetry,
     flag_rows,
     load_recipe,
     show,
@@ -288,6 +289,13 @@ WRONG = [
         "an integer of 1 or more",
     ),
     (scale(init=64, max=32), "nvfp4.loss_scale", "{init: 64, max: 32}", "a max of 64 or more"),
+    ({"telemetry": 5}, "nvfp4.telemetry", "5", "a mapping such as {every: 100}"),
+    ({"telemetry": {"every": 0}}, "nvfp4.telemetry.every", "0", "an integer of 1 or more"),
+    ({"telemetry": {"evry": 5}}, "nvfp4.telemetry.evry", "5", "every"),
+    ({"telemetry": {"stats": "amax"}}, "nvfp4.telemetry.stats", "amax", "all, or a list such as [amax,"),
+    ({"telemetry": {"stats": ["amx"]}}, "nvfp4.telemetry.stats", "[amx]", "amax"),
+    ({"telemetry": {"stats": []}}, "nvfp4.telemetry.stats", "[]", "all, or a list"),
+    ({"telemetry": {"layers": "3..1"}}, "nvfp4.telemetry.layers", "3..1", "1..3"),
 ]
 
 
@@ -547,6 +555,7 @@ def test_every_key_of_the_switch_is_in_the_fingerprint():
 def test_name_backend_and_spelling_do_not_change_the_fingerprint():
     paper = load_recipe(None).fingerprint
     assert load_recipe({"backend": "xla"}).fingerprint == paper
+    assert load_recipe({"telemetry": {"every": 5}}).fingerprint == paper
     assert load_recipe({"recipe": "all_layers", "bf16_last_layers": 0.15}).fingerprint == paper
     one, range_of_one = ({"rules": [{"module": "*", "layers": x, "fprop": "bf16"}]} for x in (5, "5..5"))
     assert load_recipe(one).fingerprint == load_recipe(range_of_one).fingerprint
@@ -557,6 +566,7 @@ def test_flag_rows_cover_the_schema():
     nested = {f"rules[].{name}" for name in Rule.model_fields}
     nested |= {f"loss_scale.{name}" for name in LossScale.model_fields}
     nested |= {f"switch.{name}" for name in Switch.model_fields}
+    nested |= {f"telemetry.{name}" for name in Telemetry.model_fields}
     assert set(rows) == set(Recipe.model_fields) | nested
     assert rows["switch"][1] == "absent"
     assert rows["switch.at"][1] == "required"

@@ -33,7 +33,14 @@ class Backend(Protocol):
         """The GEMMs of a plan that it cannot run on any machine, each with the reason in words."""
 
     def dot(
-        self, routine: Routine, x: Array, w: Array, contracted: int, entry: Array | None, key: Array | None
+        self,
+        routine: Routine,
+        x: Array,
+        w: Array,
+        contracted: int,
+        entry: Array | None,
+        key: Array | None,
+        probe: Array | None = None,
     ) -> Array:
         """The differentiable matrix multiply of the last axes of x with the first axes of w.
 
@@ -44,6 +51,8 @@ class Backend(Protocol):
           contracted: How many axes of each are contracted.
           entry: int32 scalar, the layer's place in `routine.table`.
           key: uint32 words of a threefry key for stochastic rounding.
+          probe: float32 of `telemetry.PROBE_SHAPE`, whose cotangent are the statistics of the three GEMMs;
+            None measures nothing.
 
         Returns:
           Free axes of x, then free axes of w, in x's dtype.

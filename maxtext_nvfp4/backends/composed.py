@@ -14,12 +14,14 @@ from collections.abc import Callable
 
 import jax
 from jax import Array, lax
+from jax import numpy as jnp
 
+from maxtext_nvfp4.backends.operands import CONTRACT, encode_operands, gemm_key, gemm_statistics
 from maxtext_nvfp4.extent import Extent, block_faults
 from maxtext_nvfp4.plan import BF16, Gemm, GemmPlan, LayerPlan, Precision
+from maxtext_nvfp4.quantize import Encoded
 from maxtext_nvfp4.routine import Routine
-
-_KEY_FOLD = {"dgrad": 1, "wgrad": 2}
+from maxtext_nvfp4.telemetry import UNMEASURED, reading
 
 
 class Composed(abc.ABC):
@@ -35,28 +37,31 @@ class Composed(abc.ABC):
         return block_faults(plan, extent)
 
     @abc.abstractmethod
-    def matmul(
-        self, plan: GemmPlan, a: Array, b: Array, contract: tuple[int, int], key: Array | None
-    ) -> Array:
-        """Quantizes both operands and multiplies them.
+    def multiply(self, a: Encoded, b: Encoded, contract: tuple[int, int]) -> Array:
+        """Multiplies two quantized operands of rank 2.
 
         Args:
-          plan: A plan with 4-bit operands.
-          a: First operand, of rank 2.
-          b: Second operand, of rank 2.
+          a: First operand.
+          b: Second operand.
           contract: The contracted axis of a and of b.
-          key: Key for the operand that rounds stochastically; None if the plan has none.
 
         Returns:
           float32, of shape (free size of a, free size of b).
         """
 
     def dot(
-        self, routine: Routine, x: Array, w: Array, contracted: int, entry: Array | None, key: Array | None
+        self,
+        routine: Routine,
+        x: Array,
+        w: Array,
+        contracted: int,
+        entry: Array | None,
+        key: Array | None,
+        probe: Array | None = None,
     ) -> Array:
         """See `Backend.dot`."""
         features = math.prod(w.shape[:contracted])
-        y = _matmul(self, routine, x.reshape(-1, features), w.reshape(features, -1), entry, key)
+        y = _matmul(self, routine, x.reshape(-1, features), w.reshape(features, -1), entry, key, probe)
         return y.reshape(*x.shape[: x.ndim - contracted], *w.shape[contracted:])
 
     def gemm(
@@ -65,57 +70,77 @@ class Composed(abc.ABC):
         gemm: Gemm,
         a: Array,
         b: Array,
-        contract: tuple[int, int],
         entry: Array | None,
         key: Array | None,
-    ) -> Array:
-        """Runs one of the three GEMMs in the precision that the routine gives to `entry`."""
-        if key is not None:
-            key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), _KEY_FOLD[gemm])
+        measured: bool,
+    ) -> tuple[Array, Array | None]:
+        """Runs one of the three GEMMs in the precision that the routine gives to `entry`.
 
-        def branch(plan: GemmPlan) -> Callable[[Array, Array], Array]:
+        Returns:
+          The product in a's dtype, and its statistics if it is `measured`.
+        """
+        contract, key = CONTRACT[gemm], gemm_key(gemm, key)
+
+        def branch(plan: GemmPlan) -> Callable[[Array, Array], tuple[Array, Array | None]]:
             return functools.partial(run, plan)
 
-        def run(plan: GemmPlan, a: Array, b: Array) -> Array:
+        def run(plan: GemmPlan, a: Array, b: Array) -> tuple[Array, Array | None]:
             if plan == BF16:
                 dimensions = (((contract[0],), (contract[1],)), ((), ()))
-                return lax.dot_general(a, b, dimensions, precision=routine.precision)
+                product = lax.dot_general(a, b, dimensions, precision=routine.precision)
+                return product, jnp.asarray(UNMEASURED) if measured else None
             # The name shows in profiles, and tells a reader of the program which GEMMs are in 4 bits.
             with jax.named_scope(f"{plan.precision}_{gemm}"):
-                return self.matmul(plan, a, b, contract, key).astype(a.dtype)
+                operands = encode_operands(plan, a, b, contract, key)
+                product = self.multiply(operands[0].encoded, operands[1].encoded, contract).astype(a.dtype)
+            return product, gemm_statistics(operands, a, b, contract, product) if measured else None
 
         def part(plan: LayerPlan) -> GemmPlan:
             chosen: GemmPlan = getattr(plan, gemm)
             return chosen
 
-        product: Array = routine.switch(part, branch, entry, a, b)
-        return product
+        result: tuple[Array, Array | None] = routine.switch(part, branch, entry, a, b)
+        return result
+
+
+type _Residuals = tuple[Array, Array, Array | None, Array | None, Array | None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _matmul(
-    backend: Composed, routine: Routine, x: Array, w: Array, entry: Array | None, key: Array | None
+    backend: Composed,
+    routine: Routine,
+    x: Array,
+    w: Array,
+    entry: Array | None,
+    key: Array | None,
+    probe: Array | None,
 ) -> Array:
-    return backend.gemm(routine, "fprop", x, w, (1, 0), entry, None)
+    del key, probe
+    return backend.gemm(routine, "fprop", x, w, entry, None, measured=False)[0]
 
 
 def _matmul_fwd(
-    backend: Composed, routine: Routine, x: Array, w: Array, entry: Array | None, key: Array | None
-) -> tuple[Array, tuple[Array, Array, Array | None, Array | None]]:
-    return _matmul(backend, routine, x, w, entry, key), (x, w, entry, key)
+    backend: Composed,
+    routine: Routine,
+    x: Array,
+    w: Array,
+    entry: Array | None,
+    key: Array | None,
+    probe: Array | None,
+) -> tuple[Array, _Residuals]:
+    y, statistics = backend.gemm(routine, "fprop", x, w, entry, None, measured=probe is not None)
+    return y, (x, w, entry, key, statistics)
 
 
 def _matmul_bwd(
-    backend: Composed,
-    routine: Routine,
-    residuals: tuple[Array, Array, Array | None, Array | None],
-    dy: Array,
-) -> tuple[Array, Array, None, None]:
-    x, w, entry, key = residuals
+    backend: Composed, routine: Routine, residuals: _Residuals, dy: Array
+) -> tuple[Array, Array, None, None, Array | None]:
+    x, w, entry, key, fprop = residuals
     routine.check_key(key)
-    dx = backend.gemm(routine, "dgrad", dy, w, (1, 1), entry, key)
-    dw = backend.gemm(routine, "wgrad", x, dy, (0, 0), entry, key)
-    return dx.astype(x.dtype), dw.astype(w.dtype), None, None
+    dx, dgrad = backend.gemm(routine, "dgrad", dy, w, entry, key, measured=fprop is not None)
+    dw, wgrad = backend.gemm(routine, "wgrad", x, dy, entry, key, measured=fprop is not None)
+    return dx.astype(x.dtype), dw.astype(w.dtype), None, None, reading(fprop, dgrad, wgrad)
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)

@@ -12,9 +12,8 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from maxtext_nvfp4.backends.composed import Composed
-from maxtext_nvfp4.hadamard import GROUP, random_hadamard
-from maxtext_nvfp4.plan import GemmPlan, OperandPlan, Precision
-from maxtext_nvfp4.quantize import Encoded, encode, full_block
+from maxtext_nvfp4.hadamard import GROUP
+from maxtext_nvfp4.quantize import Encoded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,35 +30,17 @@ class Emulated(Composed):
     contract_last: bool
     name: str = "emulated"
 
-    def matmul(
-        self, plan: GemmPlan, a: Array, b: Array, contract: tuple[int, int], key: Array | None
-    ) -> Array:
-        """See `Composed.matmul`."""
-        assert plan.a is not None
-        assert plan.b is not None
-        encoded_a = encode_operand(plan.a, a, contract[0], key, plan.precision)
-        encoded_b = encode_operand(plan.b, b, contract[1], key, plan.precision)
-        lhs = encoded_a.scaled_codes().astype(self.operand_dtype)
-        rhs = encoded_b.scaled_codes().astype(self.operand_dtype)
+    def multiply(self, a: Encoded, b: Encoded, contract: tuple[int, int]) -> Array:
+        """See `Composed.multiply`."""
+        lhs = a.scaled_codes().astype(self.operand_dtype)
+        rhs = b.scaled_codes().astype(self.operand_dtype)
         contract_a = contract[0]
         if self.contract_last and contract_a == 0:
             lhs, contract_a = _transposed(lhs), 1
         product = lax.dot_general(
             lhs, rhs, (((contract_a,), (contract[1],)), ((), ())), preferred_element_type=jnp.float32
         )
-        return (product * encoded_a.tensor_scale) * encoded_b.tensor_scale
-
-
-def encode_operand(
-    plan: OperandPlan, x: Array, contract: int, key: Array | None, precision: Precision
-) -> Encoded:
-    """Transforms and quantizes one rank-2 GEMM operand along its contracted axis."""
-    if plan.hadamard:
-        # The transform is read twice, for amax and for codes: without the barrier it would be fused into
-        # both and computed twice.
-        x = lax.optimization_barrier(random_hadamard(x, contract))
-    block = plan.block if contract == 1 else plan.block[::-1]
-    return encode(x, full_block(x.shape, block), key if plan.stochastic else None, precision)
+        return (product * a.tensor_scale) * b.tensor_scale
 
 
 def _transposed(x: Array) -> Array:

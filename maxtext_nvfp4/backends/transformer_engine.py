@@ -22,10 +22,11 @@ from jax import Array, lax
 from jax import numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_nvfp4.backends import te_library
+from maxtext_nvfp4.backends import operands, te_library
 from maxtext_nvfp4.extent import Extent, not_multiple
 from maxtext_nvfp4.plan import BF16, GEMMS, Gemm, GemmPlan, LayerPlan, OperandPlan, Precision
 from maxtext_nvfp4.routine import Routine
+from maxtext_nvfp4.telemetry import reading
 
 CHECKPOINT_NAME = "quantization"
 """The name by which MaxText's remat policies know quantized tensors."""
@@ -55,13 +56,20 @@ class TransformerEngine:
         return _unsupported(plan, extent)
 
     def dot(
-        self, routine: Routine, x: Array, w: Array, contracted: int, entry: Array | None, key: Array | None
+        self,
+        routine: Routine,
+        x: Array,
+        w: Array,
+        contracted: int,
+        entry: Array | None,
+        key: Array | None,
+        probe: Array | None = None,
     ) -> Array:
         """See `Backend.dot`."""
         rows, inputs, features = x.shape[: x.ndim - contracted], w.shape[:contracted], w.shape[contracted:]
         m, k, n = map(_blockable, (rows, inputs, features))
         y: Array = _dot(
-            _Matmul(routine, len(m), len(k), len(n)), x.reshape(*m, *k), w.reshape(*k, *n), entry, key
+            _Matmul(routine, len(m), len(k), len(n)), x.reshape(*m, *k), w.reshape(*k, *n), entry, key, probe
         )
         return y.reshape(*rows, *features)
 
@@ -210,6 +218,23 @@ class _Matmul:
         )
         return gradients
 
+    def measure(
+        self, gemm: Gemm, a: Array, b: Array, entry: Array | None, key: Array | None, product: Array
+    ) -> Array:
+        """Statistics of one of the GEMMs, see `operands.measure`."""
+        of_x = of_dy = of_y = of_dx = self.rows
+        of_w = of_dw = self.contracted
+        splits = {
+            "fprop": (of_x, of_w, of_y),
+            "dgrad": (of_dy, of_w, of_dx),
+            "wgrad": (of_x, of_dy, of_dw),
+        }[gemm]
+        a, b, product = (
+            array.reshape(math.prod(array.shape[:split]), -1)
+            for array, split in zip((a, b, product), splits, strict=True)
+        )
+        return operands.measure(self.routine, gemm, a, b, entry, key, product)
+
     def _forward(self, plan: LayerPlan, x: Array, w: Array) -> tuple[Array, _Kept]:
         self._check(plan, x, w)
         x_columns = w_rows = None
@@ -316,21 +341,31 @@ def _gradient_key(key: Array) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(matmul: _Matmul, x: Array, w: Array, entry: Array | None, key: Array | None) -> Array:
+def _dot(
+    matmul: _Matmul, x: Array, w: Array, entry: Array | None, key: Array | None, probe: Array | None
+) -> Array:
+    del key, probe
     return matmul.evaluate(x, w, entry)
 
 
 def _dot_fwd(
-    matmul: _Matmul, x: Array, w: Array, entry: Array | None, key: Array | None
+    matmul: _Matmul, x: Array, w: Array, entry: Array | None, key: Array | None, probe: Array | None
 ) -> tuple[Array, tuple[Any, ...]]:
     y, kept = matmul.forward(x, w, entry)
-    return y, (kept, x, w, entry, key)
+    statistics = None if probe is None else matmul.measure("fprop", x, w, entry, None, y)
+    return y, (kept, x, w, entry, key, statistics)
 
 
-def _dot_bwd(matmul: _Matmul, residuals: tuple[Any, ...], dy: Array) -> tuple[Array, Array, None, None]:
-    kept, x, w, entry, key = residuals
+def _dot_bwd(
+    matmul: _Matmul, residuals: tuple[Any, ...], dy: Array
+) -> tuple[Array, Array, None, None, Array | None]:
+    kept, x, w, entry, key, fprop = residuals
     dx, dw = matmul.backward(kept, x, w, dy, entry, key)
-    return dx.astype(x.dtype), dw.astype(w.dtype), None, None
+    dgrad = wgrad = None
+    if fprop is not None:
+        dgrad = matmul.measure("dgrad", dy, w, entry, key, dx)
+        wgrad = matmul.measure("wgrad", x, dy, entry, key, dw)
+    return dx.astype(x.dtype), dw.astype(w.dtype), None, None, reading(fprop, dgrad, wgrad)
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)

@@ -11,8 +11,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from maxtext_nvfp4.backends.composed import Composed
-from maxtext_nvfp4.backends.emulated import encode_operand
-from maxtext_nvfp4.plan import GemmPlan, Precision
+from maxtext_nvfp4.plan import Precision
 from maxtext_nvfp4.quantize import Encoded
 
 
@@ -26,23 +25,17 @@ class Xla(Composed):
         """XLA's block scales are used for NVFP4 only."""
         return None if precision == "nvfp4" else f"it multiplies nvfp4 only, not {precision}"
 
-    def matmul(
-        self, plan: GemmPlan, a: Array, b: Array, contract: tuple[int, int], key: Array | None
-    ) -> Array:
-        """See `Composed.matmul`."""
-        assert plan.a is not None
-        assert plan.b is not None
-        encoded_a = encode_operand(plan.a, a, contract[0], key, plan.precision)
-        encoded_b = encode_operand(plan.b, b, contract[1], key, plan.precision)
+    def multiply(self, a: Encoded, b: Encoded, contract: tuple[int, int]) -> Array:
+        """See `Composed.multiply`."""
         product = jax.lax.scaled_dot(
-            encoded_a.codes.astype(jnp.float4_e2m1fn),
-            encoded_b.codes.astype(jnp.float4_e2m1fn),
-            lhs_scale=_scales(encoded_a, contract[0]),
-            rhs_scale=_scales(encoded_b, contract[1]),
+            a.codes.astype(jnp.float4_e2m1fn),
+            b.codes.astype(jnp.float4_e2m1fn),
+            lhs_scale=_scales(a, contract[0]),
+            rhs_scale=_scales(b, contract[1]),
             dimension_numbers=(((contract[0],), (contract[1],)), ((), ())),
             preferred_element_type=jnp.float32,
         )
-        return (product * encoded_a.tensor_scale) * encoded_b.tensor_scale
+        return (product * a.tensor_scale) * b.tensor_scale
 
 
 def _scales(encoded: Encoded, contract: int) -> Array:

@@ -41,8 +41,10 @@ def register() -> None:
     from maxtext_nvfp4.integration.data_errors import loader_exception_guard
     from maxtext_nvfp4.integration.late_switch import keep_successor, start_switched, switch_on_time
     from maxtext_nvfp4.integration.loss_scaling import looking_at_gradients
+    from maxtext_nvfp4.integration.probes import probed, probing_accumulation
     from maxtext_nvfp4.integration.restore import falling_back
     from maxtext_nvfp4.integration.resume import checking_recipe, checking_state
+    from maxtext_nvfp4.integration.sampling import keep_sampled, sample_on_time
     from maxtext_nvfp4.integration.saves import finishing_saves, remembered
     from maxtext_nvfp4.integration.skips import wrap_training_loop_iteration
     from maxtext_nvfp4.integration.te_context import transformer_engine_context
@@ -72,16 +74,18 @@ def register() -> None:
     pyconfig.initialize_pydantic = with_mode(pyconfig.initialize_pydantic)
     quantizations.configure_quantization = without_quantizer(quantizations.configure_quantization)
     model_creation_utils.create_model = _attaching(model_creation_utils.create_model)
-    train.train_step = wrap_train_step(train.train_step)
+    train.train_step = wrap_train_step(probed(train.train_step))
+    accumulate = train.gradient_accumulation_loss_and_grad
+    train.gradient_accumulation_loss_and_grad = probing_accumulation(accumulate)
     train.loss_fn = wrap_loss_fn(train.loss_fn)
     train.training_loop_iteration = wrap_training_loop_iteration(train.training_loop_iteration)
     maxtext_utils.apply_gradient_clipping = looking_at_gradients(maxtext_utils.apply_gradient_clipping, 0)
     state = train_state_nnx.TrainStateNNX
     state.apply_gradients = looking_at_gradients(state.apply_gradients, 1)
-    train_utils.jit_train_step = keep_successor(train_utils.jit_train_step)
+    train_utils.jit_train_step = keep_successor(keep_sampled(train_utils.jit_train_step))
     train_utils.jit_eval_step = keep_successor(train_utils.jit_eval_step)
     train_utils.setup_train_loop = start_switched(train_utils.setup_train_loop)
-    train.training_loop_iteration = switch_on_time(train.training_loop_iteration)
+    train.training_loop_iteration = switch_on_time(sample_on_time(train.training_loop_iteration))
     create_manager = checking_recipe(train_utils.create_checkpoint_manager)
     train_utils.create_checkpoint_manager = remembered(create_manager)
     train.train_loop = finishing_saves(train.train_loop)

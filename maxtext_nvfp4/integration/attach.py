@@ -45,14 +45,22 @@ class LayerIndex(nnx.Cache):
 class Nvfp4DotGeneral(nnx.Module):
     """The matrix multiply of one linear layer, called by MaxText in place of `lax.dot_general`."""
 
+    probe: nnx.Variable | None = None
+    """Set while a sampled step is traced, see `probes`."""
+
     def __init__(
         self, backend: backends.Backend, routine: Routine, site: str, layers: Sequence[int], stacked: bool
     ):
         self.backend = backend
         self.routine = routine
-        # Not the path's position among the sites: the noise of a layer must not change with its neighbours.
-        self.site_id = zlib.crc32(site.encode())
+        self.site = site
+        self.layers = tuple(layers)
         self.layer = LayerIndex(jnp.asarray(np.array(layers, np.int32))) if stacked else layers[0]
+
+    @property
+    def site_id(self) -> int:
+        """Not the path's position among the sites: the noise of a layer must not change with its neighbours."""
+        return zlib.crc32(self.site.encode())
 
     def __call__(
         self,
@@ -73,6 +81,7 @@ class Nvfp4DotGeneral(nnx.Module):
             dimension_numbers,
             entry=layer,
             key=site_key(self.site_id, layer) if self.routine.stochastic else None,
+            probe=None if self.probe is None else self.probe.get_value(),
         )
 
 

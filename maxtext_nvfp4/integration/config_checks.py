@@ -108,7 +108,9 @@ def check_keys(raw: Mapping[str, Any]) -> None:
             why = f"quantization is {mode or 'not set'}, so the section would have no effect"
             raise ConfigError(problem("nvfp4", section, why, "quantization: nvfp4, or no nvfp4 section"))
         return
-    load_recipe(section)
+    recipe = load_recipe(section)
+    if recipe.telemetry:
+        _check_telemetry(raw)
     for key, off in _EXCLUSIVE.items():
         if raw.get(key, off) not in (off, None, ""):
             why = "it belongs to another quantization mode than quantization: nvfp4"
@@ -126,6 +128,19 @@ def check_keys(raw: Mapping[str, Any]) -> None:
         if raw.get(key) and raw[key] not in ("bfloat16", "float32"):
             why = "4-bit values are made from bfloat16 or float32"
             raise ConfigError(problem(key, raw[key], why, f"{key}: {write}"))
+
+
+def _check_telemetry(raw: Mapping[str, Any]) -> None:
+    """Refuses what a sampled step cannot be combined with."""
+    if raw.get("compiled_trainstep_file"):
+        why = "it holds one program, and a run with nvfp4.telemetry needs a second one"
+        write = 'compiled_trainstep_file: "", or no telemetry'
+        raise ConfigError(problem("compiled_trainstep_file", raw["compiled_trainstep_file"], why, write))
+    steps = raw.get("gradient_accumulation_steps", 1)
+    if raw.get("shard_optimizer_over_data") and isinstance(steps, int) and steps > 1:
+        why = "with accumulated gradients MaxText then sums in BF16 what nvfp4.telemetry measures"
+        write = "shard_optimizer_over_data: false, or no telemetry"
+        raise ConfigError(problem("shard_optimizer_over_data", True, why, write))
 
 
 def _check_values(raw: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ SEAMS = {
         "train_loop",
         "train_step",
         "loss_fn",
+        "gradient_accumulation_loss_and_grad",
         "training_loop_iteration",
         "record_goodput",
         "maybe_monitor_goodput",

@@ -12,6 +12,7 @@ from jax import numpy as jnp
 from maxtext_nvfp4.integration.config import enabled, recipe_of
 from maxtext_nvfp4.integration.gradients import find_layers
 from maxtext_nvfp4.integration.loss_scaling import conclude, scale_loss, scaled
+from maxtext_nvfp4.integration.probes import first_microbatch_only
 from maxtext_nvfp4.integration.step import microbatch, training_step
 
 _ROW = "nvfp4_row"
@@ -64,6 +65,7 @@ def wrap_loss_fn(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         if _ROW not in data:
             return scale_loss(loss_fn, *args, **kwargs)
         rest = {name: value for name, value in data.items() if name != _ROW}
+        first_microbatch_only(args[0], data[_ROW][0, 0])
         with microbatch(data[_ROW][0, 0]):
             return scale_loss(loss_fn, *args[:position], rest, *args[position + 1 :], **kwargs)
 

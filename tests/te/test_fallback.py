@@ -24,7 +24,7 @@ from transformer_engine.jax.quantize import quantizer
 
 from maxtext_nvfp4 import backends, policy, quantize, random_hadamard
 from maxtext_nvfp4.backends import te_library
-from maxtext_nvfp4.backends.emulated import encode_operand
+from maxtext_nvfp4.backends.operands import encode_operand
 from maxtext_nvfp4.dot_general import routed_dot_general
 from maxtext_nvfp4.plan import BF16, GEMMS, OperandPlan
 from maxtext_nvfp4.recipe import load_recipe
@@ -138,7 +138,7 @@ def te_quantize(first, *, square=False, hadamard=False, columns=True):
 def emulated(matrix, *, columns, square, hadamard):
     """Codes, scales and decode scale of an operand of the emulation, blocks along the second axis."""
     operand = OperandPlan(block=(16, 16) if square else (1, 16), hadamard=hadamard)
-    encoded = encode_operand(operand, matrix, 0 if columns else 1, None, "nvfp4")
+    encoded = encode_operand(operand, matrix, 0 if columns else 1, None, "nvfp4").encoded
     codes, scales = encoded.codes, encoded.block_scales
     if columns:
         codes, scales = codes.T, scales.T
@@ -582,12 +582,12 @@ def test_products_of_stochastic_gradients_average_to_the_exact_ones():
     row = OperandPlan(block=(1, 16))
 
     def decoded(matrix, contract, operand):
-        encoded = encode_operand(operand, matrix, contract, None, "nvfp4")
+        encoded = encode_operand(operand, matrix, contract, None, "nvfp4").encoded
         return np.asarray(encoded.scaled_codes() * encoded.tensor_scale, np.float64)
 
     def within_range(matrix):
         """What stochastic rounding averages to: a value beyond 6 of its block's steps becomes 6 of them."""
-        encoded = encode_operand(row, matrix, 1, None, "nvfp4")
+        encoded = encode_operand(row, matrix, 1, None, "nvfp4").encoded
         largest = np.repeat(
             np.asarray(6 * encoded.block_scales * encoded.tensor_scale, np.float64), 16, axis=1
         )
