@@ -68,9 +68,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Runner:
     """A compiled program with its state and batch."""
 
-    def __init__(self, model: dict[str, Any], keys: dict[str, Any]):
+    def __init__(self, model: dict[str, Any], keys: dict[str, Any], *, sampled: bool = False):
         step = TrainStep(load(decoder_block="llama2", scan_layers=True, **model, **keys))
-        lowered = step.lower()
+        lowered = step.lower(sampled)
         start = time.perf_counter()
         self._compiled = lowered.compile()
         self.compile_seconds = time.perf_counter() - start

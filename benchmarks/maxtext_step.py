@@ -32,6 +32,7 @@ from maxtext.utils.model_creation_utils import create_nnx_abstract_model
 
 import maxtext_nvfp4
 from maxtext_nvfp4.integration.config import load_config
+from maxtext_nvfp4.integration.sampling import SAMPLED
 
 maxtext_nvfp4.register()
 
@@ -121,10 +122,11 @@ class TrainStep:
         with self._context():
             return self._jitted.trace(self.shapes, self._batch_shapes())
 
-    def lower(self) -> Any:
-        """The lowered step; allocates nothing."""
+    def lower(self, sampled: bool = False) -> Any:
+        """The lowered step, or the one that telemetry samples; allocates nothing."""
+        step = getattr(self._jitted, SAMPLED) if sampled else self._jitted
         with self._context():
-            return self._jitted.lower(self.shapes, self._batch_shapes())
+            return step.lower(self.shapes, self._batch_shapes())
 
     def initial_state(self) -> Any:
         """A fresh state. A step consumes its argument."""

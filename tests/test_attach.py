@@ -170,7 +170,7 @@ class Order(Walk):
 def test_layers_know_their_number(family, layers, keys, monkeypatch):
     """MaxText runs the layers in the order of the numbers that they were given."""
 
-    def reporting(backend, routine, x, w, dimension_numbers, *, entry=None, key=None):
+    def reporting(backend, routine, x, w, dimension_numbers, *, entry=None, key=None, probe=None):
         jax.debug.callback(lambda layer: None, entry)
         return jax.lax.dot_general(x, w, dimension_numbers)
 
@@ -266,7 +266,12 @@ KNOBS = {
 
 def test_every_knob_has_a_liveness_test():
     rules = {f"rules.{name}" for name in Rule.model_fields}
-    elsewhere = {"allow_recipe_change", "loss_scale", "switch"}  # of a start or of a step, not of a layer
+    elsewhere = {
+        "allow_recipe_change",
+        "loss_scale",
+        "switch",
+        "telemetry",
+    }  # of a start or of a step, not of a layer
     assert set(KNOBS) == (set(Recipe.model_fields) - elsewhere) | rules
 
 

@@ -15,6 +15,7 @@ from maxtext_nvfp4 import dequantize, policy, quantize, random_hadamard
 from maxtext_nvfp4.backends import select
 from maxtext_nvfp4.dot_general import routed_dot_general
 from maxtext_nvfp4.integration.probes import PROBES
+from maxtext_nvfp4.integration.sampling import SAMPLED, read_probes
 from maxtext_nvfp4.plan import GEMMS, MEASURED, STATS, Site
 from maxtext_nvfp4.quantize import encode
 from maxtext_nvfp4.recipe import load_recipe
@@ -170,7 +171,7 @@ def made(**keys):
 
 def sampled(trainer):
     """The compiled program of a sampled step."""
-    step = trainer._steps[0].nvfp4_sampled
+    step = getattr(trainer._steps[0], SAMPLED)
     with trainer.context():
         lowered = step.lower(trainer.abstract_state, jax.eval_shape(trainer.batch))
         return lowered.compile(compiler_options=QUICK)
@@ -247,9 +248,7 @@ def test_microbatches_after_the_first_are_not_measured():
 
 def readings_of(trained, probes):
     model = nnx.merge(trained.graphdef, trained.abstract_state).model
-    from maxtext_nvfp4.integration.sampling import _readings
-
-    found = _readings(model, 1, jax.device_get(probes), load_recipe({"telemetry": {}}).telemetry)
+    found = read_probes(model, 1, jax.device_get(probes), load_recipe({"telemetry": {}}).telemetry)
     return {(one.site.rpartition("/")[2], one.gemm, one.operand): one for one in found}
 
 

@@ -20,7 +20,7 @@ from maxtext_nvfp4.recipe import Telemetry
 from maxtext_nvfp4.samples import FOLDER, NOISE_LIMIT, Reading, alarms, to_readings, write_sample
 from maxtext_nvfp4.telemetry import PROBE_SHAPE
 
-_ATTRIBUTE = "nvfp4_sampled"
+SAMPLED = "nvfp4_sampled"
 """Where a jitted train step keeps the program of a sampled one."""
 
 
@@ -33,7 +33,7 @@ def keep_sampled(jit_train_step: Callable[..., Any]) -> Callable[..., Any]:
         if enabled(config) and recipe_of(config).telemetry:
             *before, train_step, params_shardings = args
             sampled = jit_train_step(config, *before, _measured(train_step), params_shardings, **kwargs)
-            setattr(program, _ATTRIBUTE, sampled)
+            setattr(program, SAMPLED, sampled)
         return program
 
     return wrapped
@@ -58,14 +58,14 @@ def sample_on_time(iteration: Callable[..., Any]) -> Callable[..., Any]:
         if telemetry is None or (step + 1) % telemetry.every:
             return iteration(jax_device_state, python_vars, immutable_data)
         program = jax_device_state["p_train_step"]
-        jax_device_state["p_train_step"] = getattr(program, _ATTRIBUTE)
+        jax_device_state["p_train_step"] = getattr(program, SAMPLED)
         try:
             metrics = iteration(jax_device_state, python_vars, immutable_data)
         finally:
             jax_device_state["p_train_step"] = program
         # MaxText writes a step's metrics during the next iteration, so what is added here is among them.
         if probes := metrics.pop(PROBES, None):
-            readings = _readings(jax_device_state["model"], step, jax.device_get(probes), telemetry)
+            readings = read_probes(jax_device_state["model"], step, jax.device_get(probes), telemetry)
             metrics["scalar"] |= {tag: value for reading in readings for tag, value in reading.scalars()}
             _keep(config, step, readings)
         return metrics
@@ -73,7 +73,7 @@ def sample_on_time(iteration: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _readings(
+def read_probes(
     model: nnx.Module, step: int, probes: dict[str, np.ndarray], telemetry: Telemetry
 ) -> list[Reading]:
     """What all layers measured, by site, in the order of the decoder layers."""
