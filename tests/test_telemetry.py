@@ -299,6 +299,23 @@ def test_a_sample_is_read_back(tmp_path):
     assert dict(one.scalars())["nvfp4/decoder/layers/mlp/wo/wgrad/gradient/amax"] == 2.0
 
 
+def test_the_worst_of_values_with_one_that_is_none_is_none():
+    found = dict(reading(relative_mse=(0.5, math.nan), sqnr_db=(3.0, math.nan), amax=(1.0, 2.0)).scalars())
+    site = "nvfp4/decoder/layers/mlp/wo/wgrad/gradient"
+    assert math.isnan(found[f"{site}/relative_mse"])
+    assert math.isnan(found[f"{site}/sqnr_db"])
+    assert found[f"{site}/amax"] == 2.0
+
+
+def test_layers_may_be_chosen():
+    covers = {key: load_recipe({"telemetry": {"layers": key}}).telemetry.covers for key in ("all", "1..2", 5)}
+    assert [[layer for layer in range(7) if check(layer)] for check in covers.values()] == [
+        list(range(7)),
+        [1, 2],
+        [5],
+    ]
+
+
 def test_the_alarm_line_is_the_root_of_three():
     found = alarms([reading(gradient_to_noise=(1.74, 1.73)), reading(amax=(1.0, 1.0))])
     assert found == [(1.73, "decoder/layers_5/mlp/wo wgrad gradient")]

@@ -10,6 +10,7 @@ The residuals are x and w themselves, in high precision; each GEMM quantizes its
 import abc
 import functools
 import math
+import operator
 from collections.abc import Callable
 
 import jax
@@ -95,11 +96,7 @@ class Composed(abc.ABC):
                 product = self.multiply(operands[0].encoded, operands[1].encoded, contract).astype(a.dtype)
             return product, gemm_statistics(operands, a, b, contract, product) if measured else None
 
-        def part(plan: LayerPlan) -> GemmPlan:
-            chosen: GemmPlan = getattr(plan, gemm)
-            return chosen
-
-        result: tuple[Array, Array | None] = routine.switch(part, branch, entry, a, b)
+        result: tuple[Array, Array | None] = routine.switch(operator.attrgetter(gemm), branch, entry, a, b)
         return result
 
 

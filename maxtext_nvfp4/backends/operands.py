@@ -1,5 +1,6 @@
 """From the plans of a GEMM's operands to what is multiplied, and to statistics of it."""
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from maxtext_nvfp4.hadamard import random_hadamard
-from maxtext_nvfp4.plan import BF16, Gemm, GemmPlan, LayerPlan, OperandPlan, Precision
+from maxtext_nvfp4.plan import BF16, Gemm, GemmPlan, OperandPlan, Precision
 from maxtext_nvfp4.quantize import Encoded, encode, full_block
 from maxtext_nvfp4.routine import Routine
 from maxtext_nvfp4.telemetry import UNMEASURED, operand_statistics, product_error, product_statistics
@@ -119,9 +120,5 @@ def measure(
 
         return run
 
-    def part(plan: LayerPlan) -> GemmPlan:
-        chosen: GemmPlan = getattr(plan, gemm)
-        return chosen
-
-    statistics: Array = routine.switch(part, branch, entry, a, b, product)
+    statistics: Array = routine.switch(operator.attrgetter(gemm), branch, entry, a, b, product)
     return statistics

@@ -72,7 +72,7 @@ def _first_host(hosts: str) -> str:
 
 
 def _kubernetes(environment: Mapping[str, str], gpus: int) -> Launch:
-    _need(environment, "JOB_COMPLETION_INDEX", ("JAX_COORDINATOR_ADDRESS", "PODS_IN_JOB"))
+    _need(environment, ("JOB_COMPLETION_INDEX", "JAX_COORDINATOR_ADDRESS", "PODS_IN_JOB"))
     pod, pods = _number(environment, "JOB_COMPLETION_INDEX"), _number(environment, "PODS_IN_JOB")
     job, jobs = _number(environment, "JOB_INDEX", 0), _number(environment, "JOBS", 1)
     each = _number(environment, "PROCESSES_PER_POD", gpus)
@@ -90,12 +90,7 @@ def _kubernetes(environment: Mapping[str, str], gpus: int) -> Launch:
 
 
 def _by_hand(environment: Mapping[str, str]) -> Launch:
-    if missing := [name for name in _BY_HAND if name not in environment]:
-        there = [name for name in _BY_HAND if name in environment]
-        raise ConfigError(
-            f"{' and '.join(there)} without {' and '.join(missing)}: a job needs all three; write them all, "
-            "or none"
-        )
+    _need(environment, _BY_HAND)
     process, count = _number(environment, "JAX_PROCESS_ID"), _number(environment, "JAX_PROCESS_COUNT")
     _check(process, count, "JAX_PROCESS_ID", "JAX_PROCESS_COUNT")
     host, port = _address(environment)
@@ -114,10 +109,13 @@ def _address(environment: Mapping[str, str]) -> tuple[str, int]:
     return host, int(port)
 
 
-def _need(environment: Mapping[str, str], name: str, others: tuple[str, ...]) -> None:
-    if missing := [other for other in others if other not in environment]:
+def _need(environment: Mapping[str, str], names: tuple[str, ...]) -> None:
+    """Raises ConfigError unless the environment has all of these variables."""
+    if missing := [name for name in names if name not in environment]:
+        there = [name for name in names if name in environment]
         raise ConfigError(
-            f"{name} without {' and '.join(missing)}: a job needs them; write them all, or none"
+            f"{' and '.join(there)} without {' and '.join(missing)}: a job needs all {len(names)}; write them "
+            "all, or none"
         )
 
 

@@ -72,27 +72,36 @@ def abstract_model(config: Any) -> nnx.Module:
 
 def undivided(model: nnx.Module, mesh: MeshPlan) -> tuple[str, str] | None:
     """Which parameter of an abstract model its mesh does not divide, and what to write; None if it divides all."""
+    found, largest = "", 0
+    fsdp = mesh.ici.get("fsdp", 1)
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         sharding, shape = leaf.get_value().sharding, leaf.get_value().shape
         for size, axes in zip(shape, sharding.spec, strict=False):
             names = (axes,) if isinstance(axes, str) else axes or ()
             parts = math.prod(sharding.mesh.shape[name] for name in names)
-            if size % parts:
+            if size % parts and not found:
                 found = (
                     f"{'/'.join(map(str, path))} has {size} along an axis that is divided over {parts} devices "
                     f"({' and '.join(names)})"
                 )
-                return found, _divides(mesh, size)
-    return None
+            if "fsdp" in names:
+                others = parts // fsdp
+                largest = math.gcd(largest, size // others if size % others == 0 else 1)
+    return (found, _divides(mesh, largest)) if found else None
 
 
-def _divides(mesh: MeshPlan, size: int) -> str:
-    """What to write where FSDP, which alone is filled in without being asked for, divides too far."""
-    per_rack, fsdp = mesh.cluster.per_rack, mesh.ici.get("fsdp", 1)
-    less = math.gcd(fsdp, size)
-    if less == fsdp:
+def _divides(mesh: MeshPlan, largest: int) -> str:
+    """What to write where FSDP, which alone is filled in without being asked for, must divide `largest`."""
+    fsdp, per_node = mesh.ici.get("fsdp", 1), mesh.cluster.gpus_per_node
+    less = math.gcd(fsdp, largest)
+    if less in (1, fsdp):
         return "sizes of the ici_* and dcn_* axes that divide it"
-    smaller = 2 ** int(math.log2(per_rack)) // mesh.cluster.gpus_per_node
-    nodes = f"--nodes {smaller * mesh.cluster.racks}, or " if smaller else ""
-    data = mesh.ici.get("data", 1) * fsdp // less
-    return f"{nodes}ici_fsdp_parallelism={less} ici_data_parallelism={data}"
+    split = f"ici_fsdp_parallelism={less} ici_data_parallelism={mesh.ici.get('data', 1) * fsdp // less}"
+    # Fewer nodes of each rack, all of whose GPUs are FSDP's.
+    fit = (
+        count
+        for count in range(mesh.cluster.per_rack // per_node, 0, -1)
+        if largest % (count * per_node) == 0
+    )
+    nodes = next(fit, 0) if fsdp == mesh.cluster.per_rack else 0
+    return f"--nodes {nodes * mesh.cluster.racks}, or {split}" if nodes else split

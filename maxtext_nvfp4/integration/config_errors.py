@@ -66,13 +66,12 @@ def raising_setup_errors() -> Iterator[None]:
         )
         if started or ours or unforeseen:
             raise
+        if isinstance(error, OSError) and error.filename:
+            write = "write a path that works where the config names it, such as base_output_directory"
+            raise ConfigError(f"{error.filename}: {error.strerror}; {write}") from error
         where = traceback.extract_tb(error.__traceback__)[-1]
         file = where.filename.rpartition("site-packages/")[2]
         message = first_line(str(error)) or type(error).__name__
-        if isinstance(error, OSError) and error.filename:
-            message = (
-                f"{error.filename}: {error.strerror}; write paths, such as base_output_directory, that work"
-            )
         raise ConfigError(f"{message} ({file}, line {where.lineno})") from error
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -140,34 +140,39 @@ def _wait_for_coordinator(job: Job, timeout: float) -> None:
 
     A name that does not resolve yet is waited for too: Kubernetes makes it when the pod starts.
     """
-    host, _, port = job.coordinator.rpartition(":")
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_RETRY_SECONDS).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                why = f"process {job.process} of {job.processes} did not reach it within {timeout:g} s ({error})"
-                write = (
-                    "the host of process 0 and a port that is open between the hosts; is process 0 running?"
-                )
-                raise ConfigError(problem(_COORDINATOR, job.coordinator, why, write)) from None
-        time.sleep(_RETRY_SECONDS)
+    _wait(
+        job,
+        timeout,
+        lambda address: socket.create_connection(address, timeout=_RETRY_SECONDS).close(),
+        f"process {job.process} of {job.processes} did not reach it",
+        "the host of process 0 and a port that is open between the hosts; is process 0 running?",
+    )
 
 
 def _wait_for_name(job: Job, timeout: float) -> None:
-    """Waits until the coordinator's name resolves, on the host that it names; JAX would abort."""
+    """Waits until the coordinator's name resolves on its own host; JAX would abort."""
+    _wait(
+        job,
+        timeout,
+        lambda address: socket.getaddrinfo(*address),
+        "its name did not resolve",
+        "a name or address of the host of process 0",
+    )
+
+
+def _wait(
+    job: Job, timeout: float, attempt: Callable[[tuple[str, int]], object], failed: str, write: str
+) -> None:
+    """Repeats an attempt on the coordinator's host and port until it raises no OSError."""
     host, _, port = job.coordinator.rpartition(":")
     deadline = time.monotonic() + timeout
     while True:
         try:
-            socket.getaddrinfo(host.strip("[]"), int(port))
+            attempt((host.strip("[]"), int(port)))
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                why = f"its name did not resolve within {timeout:g} s ({error.strerror})"
-                write = "a name or address of the host of process 0"
+                why = f"{failed} within {timeout:g} s ({error})"
                 raise ConfigError(problem(_COORDINATOR, job.coordinator, why, write)) from None
         time.sleep(_RETRY_SECONDS)
 
