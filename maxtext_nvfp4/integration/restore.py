@@ -20,11 +20,12 @@ from maxtext_nvfp4.integration.checksums import mismatches, recorded
 from maxtext_nvfp4.integration.config import enabled
 from maxtext_nvfp4.integration.config_errors import first_line
 from maxtext_nvfp4.integration.damage import data_lost, find_damage
+from maxtext_nvfp4.integration.fit import of_another_model
 from maxtext_nvfp4.integration.processes import from_first, on_first
 
 _SHOWN = 10
 
-_MISFIT = re.compile("mismatch at key path|with the stored shape|not match the model")
+_MISFIT = re.compile("mismatch at key path|not match the model")
 
 
 def falling_back(load_state_if_possible: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,6 +76,8 @@ def _attempt(load: Callable[[], Any], checkpoint: epath.Path) -> tuple[Any, list
         return None, faults
     try:
         result = load()
+    except ConfigError:
+        raise
     except Exception as error:  # Orbax wraps whatever it meets in errors of many types
         lost = data_lost(error)
         if alone and (faults := find_damage(checkpoint) or [lost] * bool(lost)):
@@ -85,10 +88,7 @@ def _attempt(load: Callable[[], Any], checkpoint: epath.Path) -> tuple[Any, list
                 f"{account}\nmove it away, and start again: the run goes on before it"
             ) from error
         if misfit := _misfit(error):
-            raise ConfigError(
-                f"checkpoint {checkpoint} is of another model or optimizer: {misfit}\nwrite the keys of the run that "
-                "saved it, such as opt_type, base_mlp_dim and scan_layers, or another run_name"
-            ) from error
+            raise ConfigError(of_another_model(checkpoint, misfit)) from error
         raise
     restored = train_state_nnx.to_checkpoint_dict(result[0]["items"])
     wrong = mismatches(restored, recorded(checkpoint))
@@ -96,10 +96,10 @@ def _attempt(load: Callable[[], Any], checkpoint: epath.Path) -> tuple[Any, list
 
 
 def _misfit(error: BaseException | None) -> str:
-    """What MaxText or Orbax says of a tree or an array that is not what the model and its optimizer have."""
+    """What MaxText or Orbax says of a tree that is not that of the model and its optimizer."""
     while error is not None:
         if _MISFIT.search(str(error)):
-            return first_line(str(error)).partition(". Truncating")[0]
+            return first_line(str(error))
         error = error.__cause__ or error.__context__
     return ""
 

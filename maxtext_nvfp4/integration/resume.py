@@ -13,6 +13,7 @@ from orbax.checkpoint import v1 as ocp
 from maxtext_nvfp4.integration import history
 from maxtext_nvfp4.integration.checksums import recording
 from maxtext_nvfp4.integration.config import enabled, recipe_of
+from maxtext_nvfp4.integration.fit import checking_shapes
 from maxtext_nvfp4.integration.non_finite import check_finite
 from maxtext_nvfp4.integration.processes import on_first
 from maxtext_nvfp4.integration.switch_step import switch_step
@@ -31,6 +32,7 @@ def checking_recipe(create_checkpoint_manager: Callable[..., Any]) -> Callable[.
         on_first(lambda: check_recipe(config, latest))
         if isinstance(manager, ocp.training.Checkpointer):
             manager.save_checkpointables_async = recording(manager.save_checkpointables_async)
+            manager.load_checkpointables = checking_shapes(manager)
         return manager
 
     return wrapped
