@@ -58,17 +58,21 @@ def sample_on_time(iteration: Callable[..., Any]) -> Callable[..., Any]:
         if telemetry is None or (step + 1) % telemetry.every:
             return iteration(jax_device_state, python_vars, immutable_data)
         program = jax_device_state["p_train_step"]
-        jax_device_state["p_train_step"] = getattr(program, SAMPLED)
+
+        def sampled_step(*args: Any, **kwargs: Any) -> Any:
+            state, metrics = getattr(program, SAMPLED)(*args, **kwargs)
+            # The iteration writes a step's metrics itself where an evaluation follows the step.
+            if probes := metrics.pop(PROBES, None):
+                readings = read_probes(jax_device_state["model"], step, jax.device_get(probes), telemetry)
+                metrics["scalar"] |= {tag: value for reading in readings for tag, value in reading.scalars()}
+                _keep(config, step, readings)
+            return state, metrics
+
+        jax_device_state["p_train_step"] = sampled_step
         try:
-            metrics = iteration(jax_device_state, python_vars, immutable_data)
+            return iteration(jax_device_state, python_vars, immutable_data)
         finally:
             jax_device_state["p_train_step"] = program
-        # MaxText writes a step's metrics during the next iteration, so what is added here is among them.
-        if probes := metrics.pop(PROBES, None):
-            readings = read_probes(jax_device_state["model"], step, jax.device_get(probes), telemetry)
-            metrics["scalar"] |= {tag: value for reading in readings for tag, value in reading.scalars()}
-            _keep(config, step, readings)
-        return metrics
 
     return wrapped
 
