@@ -1,4 +1,4 @@
-"""The command line: `maxtext-nvfp4 train | explain | doctor | mesh | corpus`."""
+"""The command line: `maxtext-nvfp4 train | explain | doctor | mesh | ab | compare | suggest | corpus`."""
 
 import argparse
 import contextlib
@@ -7,9 +7,11 @@ import io
 import json
 import logging
 import os
+import pathlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from maxtext_nvfp4.errors import ConfigError, TrainingError
 
@@ -92,6 +94,47 @@ def _parser() -> argparse.ArgumentParser:
     _add_cluster(mesh)
     mesh.set_defaults(run=_mesh)
 
+    ab = commands.add_parser(
+        "ab", help="train twins that differ in precision alone, and compare", description=_ab.__doc__
+    )
+    _add_config(ab)
+    ab.add_argument(
+        "--recipes",
+        required=True,
+        metavar="A,B,...",
+        help="the baseline, then others: bf16, fp8, recipes such as paper, paths of recipe files",
+    )
+    ab.add_argument(
+        "--seeds", type=_count, default=1, metavar="N", help="runs of each; 3 or more give intervals"
+    )
+    _add_out(ab)
+    ab.set_defaults(run=_ab)
+
+    compare = commands.add_parser(
+        "compare", help="compare runs that differ in precision alone", description=_compare.__doc__
+    )
+    compare.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folders of runs or their records, the baseline first"
+    )
+    compare.add_argument(
+        "--allow",
+        default="",
+        metavar="KEY,...",
+        help="keys besides precision that may differ, or globs of them",
+    )
+    _add_out(compare)
+    compare.set_defaults(run=_compare)
+
+    suggest = commands.add_parser(
+        "suggest", help="name the layers to keep in BF16", description=_suggest.__doc__
+    )
+    suggest.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run with nvfp4.telemetry")
+    suggest.add_argument(
+        "--share", type=_share, metavar="X", help="of the measured layers, 0.15 unless given"
+    )
+    suggest.add_argument("--json", action="store_true", help="print JSON")
+    suggest.set_defaults(run=_suggest)
+
     corpus = commands.add_parser("corpus", help="turn folders of text into a data set and a tokenizer")
     # Light: the module imports TensorFlow only when it runs.
     module = importlib.import_module("maxtext_nvfp4.corpus")
@@ -103,6 +146,12 @@ def _parser() -> argparse.ArgumentParser:
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG.yml", help="a MaxText YAML file with quantization: nvfp4")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file")
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="folder for report.html, report.json and PNGs"
+    )
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +166,14 @@ def _count(text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
         raise argparse.ArgumentTypeError(f"got {text}: not a count; write an integer from 1 to 999999")
     return int(text)
+
+
+def _share(text: str) -> float:
+    if not re.fullmatch(r"0?\.[0-9]+|1(\.0*)?", text) or float(text) == 0:
+        raise argparse.ArgumentTypeError(
+            f"got {text}: not a share; write a number above 0 and up to 1, such as 0.15"
+        )
+    return float(text)
 
 
 def _config_argv(arguments: argparse.Namespace) -> list[str]:
@@ -217,4 +274,48 @@ def _mesh(arguments: argparse.Namespace) -> int:
         )
         mesh = plan(argv, cluster)
     print(json.dumps(mesh.to_json(), indent=2) if arguments.json else mesh.to_text())
+    return 0
+
+
+def _ab(arguments: argparse.Namespace) -> int:
+    """Trains each recipe with each seed on the same data in the same order, then compares them; resumable."""
+    argv = _config_argv(arguments)
+    out = pathlib.Path(os.path.abspath(arguments.out))
+    from maxtext_nvfp4.runs.ab import train_twins
+    from maxtext_nvfp4.runs.compare import compare
+
+    with _report_alone():
+        from maxtext_nvfp4.integration import register
+
+        register()
+        from maxtext_nvfp4.integration.twins import twins
+
+        runs = twins(argv, arguments.recipes.split(","), arguments.seeds, out)
+    return _report(compare(train_twins(runs, out)), out)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """Compares runs over tokens, seed by seed; refuses runs that differ in more than precision."""
+    from maxtext_nvfp4.runs.compare import compare
+    from maxtext_nvfp4.runs.records import read_run
+
+    records = [read_run(pathlib.Path(run)) for run in arguments.runs]
+    allowed = [key for key in arguments.allow.split(",") if key]
+    return _report(compare(records, allowed), pathlib.Path(arguments.out))
+
+
+def _report(comparison: Any, out: pathlib.Path) -> int:
+    from maxtext_nvfp4.runs.report import to_text, write_report
+
+    page = write_report(comparison, out)[0]
+    print(f"{to_text(comparison)}\nwrote {page}")
+    return 0
+
+
+def _suggest(arguments: argparse.Namespace) -> int:
+    """Names the layers whose weight gradients 4 bits disturb most, from a run's telemetry, and the rules that keep them."""
+    from maxtext_nvfp4.runs.suggest import SHARE, suggest
+
+    found = suggest(pathlib.Path(arguments.run_dir), arguments.share or SHARE)
+    print(json.dumps(found.to_json(), indent=2) if arguments.json else found.to_text())
     return 0

@@ -6,6 +6,7 @@ matches the module and the layer and names the GEMM; the first and last layers s
 preset may find nothing to decide in some models.
 """
 
+import dataclasses
 import difflib
 import math
 from collections import defaultdict
@@ -70,16 +71,19 @@ def resolve(recipe: Recipe, sites: Sequence[Site], num_layers: int) -> tuple[Sit
 def layer_plan(recipe: Recipe) -> LayerPlan:
     """The plan of a linear layer whose three GEMMs are all 4-bit."""
     size = BLOCK[recipe.format]
-    hadamard, stochastic = recipe.hadamard == "wgrad", recipe.stochastic_rounding == "gradients"
-    weight = OperandPlan(block=(size if recipe.weight_scaling == "2d" else 1, size))
-    row = (1, size)
+    in_all, in_wgrad = recipe.hadamard == "all", recipe.hadamard != "none"
+    noisy_gradients = recipe.stochastic_rounding != "none"
+    noisy_activations = recipe.stochastic_rounding == "gradients_and_activations"
+    weight = OperandPlan(block=(size if recipe.weight_scaling == "2d" else 1, size), hadamard=in_all)
+    activation = OperandPlan(block=(1, size), hadamard=in_all, stochastic=noisy_activations)
+    gradient = OperandPlan(block=(1, size), hadamard=in_all, stochastic=noisy_gradients)
     return LayerPlan(
-        fprop=GemmPlan(precision=recipe.format, a=OperandPlan(block=row), b=weight),
-        dgrad=GemmPlan(precision=recipe.format, a=OperandPlan(block=row, stochastic=stochastic), b=weight),
+        fprop=GemmPlan(precision=recipe.format, a=activation, b=weight),
+        dgrad=GemmPlan(precision=recipe.format, a=gradient, b=weight),
         wgrad=GemmPlan(
             precision=recipe.format,
-            a=OperandPlan(block=row, hadamard=hadamard),
-            b=OperandPlan(block=row, hadamard=hadamard, stochastic=stochastic),
+            a=dataclasses.replace(activation, hadamard=in_wgrad),
+            b=dataclasses.replace(gradient, hadamard=in_wgrad),
         ),
     )
 

@@ -363,11 +363,13 @@ class Recipe(_Section):
     weight_scaling: Literal["2d", "1d"] = Field(
         description="Weight blocks that share a scale: 16x16, the same codes forward and backward, or 1x16."
     )
-    hadamard: Literal["wgrad", "none"] = Field(
-        description="Random Hadamard transform of both operands of wgrad."
+    hadamard: Literal["wgrad", "all", "none"] = Field(
+        description="Random Hadamard transform of both operands: of wgrad, or of all three GEMMs, an ablation that "
+        "converges worse (not with Transformer Engine)."
     )
-    stochastic_rounding: Literal["gradients", "none"] = Field(
-        description="Round output gradients stochastically, in dgrad and wgrad."
+    stochastic_rounding: Literal["gradients", "gradients_and_activations", "none"] = Field(
+        description="Round output gradients stochastically, in dgrad and wgrad; activations too is an ablation that "
+        "converges worse (not with Transformer Engine)."
     )
     format: Literal["nvfp4", "mxfp4"] = Field(
         description="4-bit format: E2M1 with E4M3 scales of 16 and a tensor scale, or with E8M0 scales of 32 "
@@ -461,7 +463,7 @@ def load_recipe(section: Mapping[str, object] | None) -> Recipe:
     if not isinstance(section, Mapping):
         raise ConfigError(problem("nvfp4", section, "not a mapping of keys", "nvfp4: {recipe: paper}"))
     name = section.get("recipe", Recipe.model_fields["recipe"].default)
-    base = _read(_recipe_path(name))
+    base = read_recipe_file(_recipe_path(name))
     keys = {**base, **section, "recipe": name}
     for key, value in section.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
@@ -481,8 +483,12 @@ def _recipe_path(name: object) -> Path:
     raise ConfigError(problem("nvfp4.recipe", name, why, _nearest(name, PRESETS) or "paper"))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The keys of a recipe file, which must be a complete and valid recipe by itself."""
+def read_recipe_file(path: Path) -> dict[str, Any]:
+    """The keys of a recipe file, which must be a complete and valid recipe by itself.
+
+    Raises:
+      ConfigError: The file cannot be read, or is none.
+    """
     try:
         keys = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -113,8 +113,8 @@ def _matmul(
     key: Array | None,
     probe: Array | None,
 ) -> Array:
-    del key, probe
-    return backend.gemm(routine, "fprop", x, w, entry, None, measured=False)[0]
+    del probe
+    return backend.gemm(routine, "fprop", x, w, entry, key, measured=False)[0]
 
 
 def _matmul_fwd(
@@ -126,7 +126,7 @@ def _matmul_fwd(
     key: Array | None,
     probe: Array | None,
 ) -> tuple[Array, _Residuals]:
-    y, statistics = backend.gemm(routine, "fprop", x, w, entry, None, measured=probe is not None)
+    y, statistics = backend.gemm(routine, "fprop", x, w, entry, key, measured=probe is not None)
     return y, (x, w, entry, key, statistics)
 
 

@@ -17,7 +17,9 @@ from maxtext_nvfp4.telemetry import UNMEASURED, operand_statistics, product_erro
 CONTRACT: Mapping[Gemm, tuple[int, int]] = {"fprop": (1, 0), "dgrad": (1, 1), "wgrad": (0, 0)}
 """The contracted axis of each operand: x [M, K] w [K, N], dy [M, N] w and x dy."""
 
-_KEY_FOLD = {"dgrad": 1, "wgrad": 2}
+_KEY_FOLD: Mapping[Gemm, int] = {"fprop": 0, "dgrad": 1, "wgrad": 2}
+_FIRST_OF_TWO = 1
+"""Folded into the key of a GEMM's first operand where both are rounded stochastically, by noise of their own."""
 
 
 class Operand(NamedTuple):
@@ -34,7 +36,7 @@ class Operand(NamedTuple):
 
 def gemm_key(gemm: Gemm, key: Array | None) -> Array | None:
     """The key of one GEMM, from the uint32 words that `Backend.dot` was given."""
-    if key is None or gemm == "fprop":
+    if key is None:
         return None
     return jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), _KEY_FOLD[gemm])
 
@@ -57,8 +59,10 @@ def encode_operands(
     """Both operands of a 4-bit GEMM that contracts one axis of each."""
     assert plan.a is not None
     assert plan.b is not None
+    both = plan.a.stochastic and plan.b.stochastic
+    key_a = jax.random.fold_in(key, _FIRST_OF_TWO) if both and key is not None else key
     return (
-        encode_operand(plan.a, a, contract[0], key, plan.precision),
+        encode_operand(plan.a, a, contract[0], key_a, plan.precision),
         encode_operand(plan.b, b, contract[1], key, plan.precision),
     )
 

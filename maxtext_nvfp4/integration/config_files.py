@@ -38,6 +38,12 @@ def chosen_keys(argv: Sequence[str]) -> set[str]:
     return arguments.union(*(_keys_of(path) for path in _user_files(argv)))
 
 
+def base_config(argv: Sequence[str]) -> str:
+    """The MaxText config that the user's files are based on at last, such as `base.yml`."""
+    files = _user_files(argv)
+    return str(_keys_of(files[-1]).get(pyconfig._BASE_CONFIG_ATTR, "base.yml")) if files else "base.yml"
+
+
 def _user_files(argv: Sequence[str]) -> list[str]:
     """The user's file of an argv and the files it is based on, without MaxText's own base configs.
 

@@ -8,6 +8,7 @@ from typing import Any
 from absl import flags, logging
 
 from maxtext_nvfp4.integration import register
+from maxtext_nvfp4.runs.events import read_events
 
 _LOSS, _SKIPPED = "learning/loss", "nvfp4/skipped_steps"
 
@@ -54,7 +55,7 @@ def summarize(config: Any, done: int) -> str:
     from maxtext_nvfp4.integration.report import of_config
 
     lines = [f"run {config.run_name}: {_progress(config, done)}"]
-    by_step = logged(config.tensorboard_dir, _LOSS, _SKIPPED) if config.enable_tensorboard else {}
+    by_step = read_events(config.tensorboard_dir).scalars if config.enable_tensorboard else {}
     if losses := by_step.get(_LOSS):
         first, last = min(losses), max(losses)
         lines.append(f"  loss         {losses[first]:.3f} at step {first}, {losses[last]:.3f} at step {last}")
@@ -77,20 +78,3 @@ def _progress(config: Any, done: int) -> str:
     if not config.enable_checkpointing:
         then = "nothing was saved, as enable_checkpointing is false"
     return f"stopped by SIGTERM after {done} of {config.steps} steps; {then}"
-
-
-def logged(tensorboard_dir: str, *tags: str) -> dict[str, dict[int, float]]:
-    """Values by tag and step as MaxText logged them to TensorBoard, over all restarts of a run."""
-    import tensorflow as tf
-
-    found: dict[str, dict[int, float]] = {}
-    for path in sorted(pathlib.Path(tensorboard_dir).rglob("*tfevents*")):
-        try:
-            for record in tf.data.TFRecordDataset(str(path)):
-                event = tf.compat.v1.Event.FromString(record.numpy())
-                for value in event.summary.value:
-                    if value.tag in tags:
-                        found.setdefault(value.tag, {})[event.step] = value.simple_value
-        except tf.errors.DataLossError:
-            pass  # a process killed while it wrote leaves a record cut short at the end
-    return found
