@@ -217,7 +217,7 @@ CASES = {
     "stochastic-rounding": recipe(
         "nvfp4.stochastic_rounding", "weights", "gradients or none", stochastic_rounding="weights"
     ),
-    "hadamard-of-fprop": recipe("nvfp4.hadamard", "fprop", "wgrad or none", hadamard="fprop"),
+    "hadamard-of-fprop": recipe("nvfp4.hadamard", "fprop", "wgrad or all or none", hadamard="fprop"),
     "format-fp8": recipe("nvfp4.format", "fp8", "nvfp4 or mxfp4", format="fp8"),
     "backend-typo": recipe("nvfp4.backend", "emulate", "write emulated", backend="emulate"),
     "mode-typo": key("quantization", "nvfp", "write nvfp4", quantization="nvfp"),

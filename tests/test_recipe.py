@@ -196,7 +196,7 @@ WRONG = [
     ({"weight_scaling": "blocks"}, "nvfp4.weight_scaling", "blocks", "2d or 1d"),
     ({"hadamard": "WGRAD"}, "nvfp4.hadamard", "WGRAD", "wgrad"),
     ({"hadamard": False}, "nvfp4.hadamard", "false", "none"),
-    ({"hadamard": "fprop"}, "nvfp4.hadamard", "fprop", "wgrad or none"),
+    ({"hadamard": "fprop"}, "nvfp4.hadamard", "fprop", "wgrad or all or none"),
     ({"stochastic_rounding": True}, "nvfp4.stochastic_rounding", "true", "gradients"),
     ({"stochastic_rounding": "gradient"}, "nvfp4.stochastic_rounding", "gradient", "gradients"),
     ({"format": "fp8"}, "nvfp4.format", "fp8", "nvfp4 or mxfp4"),

@@ -1,0 +1,1 @@
+"""What finished runs have left behind: reading them, comparing them, and training the twins to compare."""
