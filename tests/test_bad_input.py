@@ -215,7 +215,10 @@ CASES = {
     # Choices that are none.
     "weight-scaling": recipe("nvfp4.weight_scaling", "3d", "2d or 1d", weight_scaling="3d"),
     "stochastic-rounding": recipe(
-        "nvfp4.stochastic_rounding", "weights", "gradients or none", stochastic_rounding="weights"
+        "nvfp4.stochastic_rounding",
+        "weights",
+        "gradients or gradients_and_activations or none",
+        stochastic_rounding="weights",
     ),
     "hadamard-of-fprop": recipe("nvfp4.hadamard", "fprop", "wgrad or all or none", hadamard="fprop"),
     "format-fp8": recipe("nvfp4.format", "fp8", "nvfp4 or mxfp4", format="fp8"),

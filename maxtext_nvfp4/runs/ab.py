@@ -58,12 +58,16 @@ def _alone(out: Path) -> Iterator[int]:
         out.mkdir(parents=True, exist_ok=True)
         lock = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ConfigError(f"{out}: cannot be written ({error.strerror}); write another folder for --out") from None
+        raise ConfigError(
+            f"{out}: cannot be written ({error.strerror}); write another folder for --out"
+        ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise ConfigError(f"{out}: another process is training there; wait for it, or write another --out") from None
+        raise ConfigError(
+            f"{out}: another process is training there; wait for it, or write another --out"
+        ) from None
     try:
         yield lock
     finally:
@@ -73,7 +77,9 @@ def _alone(out: Path) -> Iterator[int]:
 def _write_configs(twins: Sequence[Keys], out: Path) -> None:
     folder = out / "configs"
     folder.mkdir(exist_ok=True)
-    texts = {folder / f"{keys['run_name']}.yml": yaml.safe_dump(dict(keys), sort_keys=False) for keys in twins}
+    texts = {
+        folder / f"{keys['run_name']}.yml": yaml.safe_dump(dict(keys), sort_keys=False) for keys in twins
+    }
     for path, text in texts.items():
         if path.exists() and path.read_text() != text:
             changed = _changed(yaml.safe_load(path.read_text()), yaml.safe_load(text))
@@ -97,7 +103,12 @@ def _train(keys: Keys, out: Path, head: str, lock: int) -> None:
     command = [sys.executable, "-m", "maxtext_nvfp4", "train", str(out / "configs" / f"{name}.yml")]
     with log.open("a") as file:
         child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", pass_fds=(lock,)
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            pass_fds=(lock,),
         )
         with _passing_signals(child):
             last = _follow(child, file, head, steps)
@@ -150,4 +161,10 @@ def _follow(child: subprocess.Popen[str], log: TextIO, head: str, steps: int) ->
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )

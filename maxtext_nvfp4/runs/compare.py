@@ -107,7 +107,9 @@ def compare(records: Sequence[Record], allowed: Sequence[str] = ()) -> Compariso
         by_precision.setdefault(settings.precision_key(record), []).append(record)
     if len(by_precision) < 2:
         names = " and ".join(record.source for record in records)
-        raise ConfigError(f"{names}: all of one precision, {settings.describe_precision(records[0])}; name runs of two")
+        raise ConfigError(
+            f"{names}: all of one precision, {settings.describe_precision(records[0])}; name runs of two"
+        )
     paired = [_by_seed(runs) for runs in by_precision.values()]
     base, *others = paired
     differing: dict[str, tuple[str, str]] = {}
@@ -120,7 +122,9 @@ def compare(records: Sequence[Record], allowed: Sequence[str] = ()) -> Compariso
     tags = {tag: common_tokens(list(records), tag) for tag in (LOSS, EVAL_LOSS, GRADIENT_NORM)}
     if not len(tags[LOSS]):
         raise ConfigError("the runs have no step in common; compare runs that trained over the same stretch")
-    groups = [_group([runs[seed] for seed in order], None if runs is base else baseline, tags) for runs in paired]
+    groups = [
+        _group([runs[seed] for seed in order], None if runs is base else baseline, tags) for runs in paired
+    ]
     tokens = float(tags[LOSS][-1])
     return Comparison(_labelled(groups), tokens, round(tokens / baseline[0].tokens_per_step), differing)
 
@@ -206,7 +210,10 @@ def _gap(mine: list[float], base: list[float], *, percent: bool = False) -> Inte
 
 
 def _throughput(records: list[Record], baseline: list[Record]) -> Interval | None:
-    curves = [(mine.curves[THROUGHPUT].values, base.curves[THROUGHPUT].values) for mine, base in zip(records, baseline, strict=True)]
+    curves = [
+        (mine.curves[THROUGHPUT].values, base.curves[THROUGHPUT].values)
+        for mine, base in zip(records, baseline, strict=True)
+    ]
     if not all(len(mine) and len(base) for mine, base in curves):
         return None
     return Interval.of([float(np.median(mine) / np.median(base)) for mine, base in curves])
@@ -220,7 +227,9 @@ def _skipped(record: Record) -> int:
 def _worst_layers(records: list[Record]) -> tuple[tuple[str, float], ...]:
     layers = {layer for record in records for layer in record.layer_errors}
     errors = {
-        layer: float(np.mean([record.layer_errors[layer] for record in records if layer in record.layer_errors]))
+        layer: float(
+            np.mean([record.layer_errors[layer] for record in records if layer in record.layer_errors])
+        )
         for layer in layers
     }
     return tuple(sorted(errors.items(), key=lambda item: (-item[1], item[0]))[:_WORST])
@@ -263,7 +272,9 @@ def _group_json(group: Group) -> dict[str, Any]:
         "eval_loss_gap_percent": interval(group.gap_eval_percent),
         "throughput_ratio": interval(group.throughput),
         "skipped_steps": list(group.skipped),
-        "worst_layers": [{"layer": layer, "wgrad_relative_error": _number(error)} for layer, error in group.worst_layers],
+        "worst_layers": [
+            {"layer": layer, "wgrad_relative_error": _number(error)} for layer, error in group.worst_layers
+        ],
         "curves": {tag: _line_json(line) for tag, line in group.lines.items()},
         "gap_curves_nats": {tag: _line_json(line) for tag, line in group.gaps.items()},
     }

@@ -39,4 +39,6 @@ def sampled(record: Record, tag: str, tokens: np.ndarray, *, smooth: bool) -> np
     begin = np.searchsorted(known, tokens - half, "left")
     end = np.maximum(np.searchsorted(known, tokens + half, "right"), begin + 1)
     # Sums rather than differences of a running sum: one Inf must not spoil what comes after it.
-    return np.array([values[i:j].mean() for i, j in zip(np.minimum(begin, len(values) - 1), end, strict=True)])
+    return np.array(
+        [values[i:j].mean() for i, j in zip(np.minimum(begin, len(values) - 1), end, strict=True)]
+    )

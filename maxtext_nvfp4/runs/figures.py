@@ -13,7 +13,18 @@ from matplotlib.figure import Figure
 from maxtext_nvfp4.runs.compare import Comparison, Group, Line
 from maxtext_nvfp4.runs.records import EVAL_LOSS, GRADIENT_NORM, LOSS
 
-_COLORS = ("#444444", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f00", "#9467bd")
+_COLORS = (
+    "#444444",
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#8c564b",
+    "#7f7f00",
+    "#9467bd",
+)
 """Of the groups in their order: told apart in any kind of colour vision (Okabe and Ito), then four more."""
 
 _STYLE: dict[Any, Any] = {
@@ -111,7 +122,14 @@ def _throughput(axes: Axes, comparison: Comparison) -> None:
         ratio = group.throughput
         assert ratio
         axes.bar(place, ratio.mean, 0.6, color=color)
-        axes.plot([place] * len(ratio.values), ratio.values, "o", color="white", markeredgecolor="black", markersize=5)
+        axes.plot(
+            [place] * len(ratio.values),
+            ratio.values,
+            "o",
+            color="white",
+            markeredgecolor="black",
+            markersize=5,
+        )
         axes.text(place, 0.02, f"{ratio.mean:.2f}", color="white", ha="center", va="bottom")
     if groups:
         axes.axhline(1, color=_COLORS[0], linewidth=1)
@@ -141,11 +159,19 @@ def _worst_layers(axes: Axes, comparison: Comparison) -> None:
 
 _FIGURES: tuple[tuple[str, str, Draw], ...] = (
     ("eval_loss", "Evaluation loss, mean over seeds", _eval_loss),
-    ("eval_gap", "Evaluation loss above the baseline's, seed by seed, with its 95% interval over seeds", _gap(EVAL_LOSS, "evaluation")),
+    (
+        "eval_gap",
+        "Evaluation loss above the baseline's, seed by seed, with its 95% interval over seeds",
+        _gap(EVAL_LOSS, "evaluation"),
+    ),
     ("loss", "Training loss, mean over seeds and over 2% of the tokens around each point", _loss),
     ("loss_gap", "Training loss above the baseline's, likewise", _gap(LOSS, "training")),
     ("gradient_norm", "Gradient norm before clipping, averaged likewise", _gradient_norm),
-    ("throughput", "Throughput over the baseline's on the machine of these runs; points are seeds", _throughput),
+    (
+        "throughput",
+        "Throughput over the baseline's on the machine of these runs; points are seeds",
+        _throughput,
+    ),
     ("skipped_steps", "Steps skipped because a gradient was not finite", _skipped),
     ("worst_layers", "Layers whose weight gradient the 4 bits disturb most", _worst_layers),
 )

@@ -31,12 +31,18 @@ class Interval:
     def of(cls, values: Sequence[float]) -> "Interval":
         """Of one value for each seed, at least one."""
         mean, half = band(np.asarray(values, np.float64)[:, None])
-        return cls(float(mean[0]), float(mean[0] - half[0]), float(mean[0] + half[0]), tuple(map(float, values)))
+        return cls(
+            float(mean[0]), float(mean[0] - half[0]), float(mean[0] + half[0]), tuple(map(float, values))
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Numbers that are not finite become null."""
-        low, mean, high = (float(v) if math.isfinite(v) else None for v in (self.low, self.mean, self.high))
-        return {"mean": mean, "low": low, "high": high, "values": list(self.values)}
+        return {
+            "mean": finite(self.mean),
+            "low": finite(self.low),
+            "high": finite(self.high),
+            "values": [finite(value) for value in self.values],
+        }
 
     def to_text(self, digits: int, unit: str = "") -> str:
         """Such as `+0.41% [+0.20, +0.62]`."""
@@ -46,6 +52,11 @@ class Interval:
         if math.isfinite(self.low):
             text += f" [{self.low:+.{digits}f}, {self.high:+.{digits}f}]"
         return text
+
+
+def finite(value: float) -> float | None:
+    """A number as JSON can hold it."""
+    return float(value) if math.isfinite(value) else None
 
 
 def band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

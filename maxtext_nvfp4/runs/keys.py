@@ -3,7 +3,13 @@
 import fnmatch
 from collections.abc import Iterable
 
-PRECISION = ("nvfp4", "quantization", "use_qwix_quantization", "quant_cfg_path", "*_quantization_calibration_method")
+PRECISION = (
+    "nvfp4",
+    "quantization",
+    "use_qwix_quantization",
+    "quant_cfg_path",
+    "*_quantization_calibration_method",
+)
 """What a comparison is about. Other types, such as dtype or mu_dtype, are no part of a recipe."""
 
 ELSEWHERE = (

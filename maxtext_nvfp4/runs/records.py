@@ -100,7 +100,9 @@ def read_run(path: Path) -> Record:
 
 
 def _from_folder(path: Path) -> Record:
-    example = "write the folder of a run, <base_output_directory>/<run_name>, or a record of one that `ab` wrote"
+    example = (
+        "write the folder of a run, <base_output_directory>/<run_name>, or a record of one that `ab` wrote"
+    )
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; {example}")
     events = read_events(path / "tensorboard")
@@ -132,9 +134,13 @@ def _from_file(path: Path) -> Record:
             layer_errors={layer: _read(error) for layer, error in content["layer_errors"].items()},
         )
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); write a run's folder or record") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); write a run's folder or record"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{path}: not the record of a run; write one that `ab` wrote, or a run's folder") from None
+        raise ConfigError(
+            f"{path}: not the record of a run; write one that `ab` wrote, or a run's folder"
+        ) from None
 
 
 def write_record(record: Record, path: Path) -> None:

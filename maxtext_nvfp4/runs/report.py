@@ -52,7 +52,9 @@ def write_report(comparison: Comparison, out: Path) -> list[Path]:
         page.write_text(_page(comparison, drawn), encoding="utf-8")
         data.write_text(json.dumps(to_json(comparison), indent=1, allow_nan=False) + "\n")
     except OSError as error:
-        raise ConfigError(f"{out}: cannot be written ({error.strerror}); write another folder for --out") from None
+        raise ConfigError(
+            f"{out}: cannot be written ({error.strerror}); write another folder for --out"
+        ) from None
     return [page, data, *written]
 
 
@@ -60,12 +62,16 @@ def to_text(comparison: Comparison) -> str:
     """The table, its columns aligned."""
     rows = [_HEADER, *map(_row, comparison.groups)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     return "\n".join((*lines, "", _summary(comparison), *_notes(comparison)))
 
 
 def _page(comparison: Comparison, drawn: list[tuple[str, str]]) -> str:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
     template = environment.from_string(resources.files(__package__).joinpath("report.html.j2").read_text())
     labels = [group.label for group in comparison.groups]
     return template.render(
@@ -118,7 +124,9 @@ def _notes(comparison: Comparison) -> list[str]:
     if len(comparison.baseline.records) == 1:
         notes.append("One seed: nothing tells how much of a gap is chance, so no interval is given.")
     elif any(len(group.records) < 3 for group in comparison.groups):
-        notes.append("Two seeds give intervals so wide that they rarely decide anything; three or more do better.")
+        notes.append(
+            "Two seeds give intervals so wide that they rarely decide anything; three or more do better."
+        )
     notes += [
         f"The runs also differ in {key}: {mine} and {theirs}."
         for key, (mine, theirs) in comparison.allowed.items()

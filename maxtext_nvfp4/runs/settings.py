@@ -60,7 +60,9 @@ def seed(record: Record) -> str:
 
 def precision_key(record: Record) -> str:
     """Equal for runs of the same precision, whatever their seeds."""
-    keys = {key: value for key, value in record.settings.items() if matches(key, PRECISION) and key != "nvfp4"}
+    keys = {
+        key: value for key, value in record.settings.items() if matches(key, PRECISION) and key != "nvfp4"
+    }
     if _quantization(record) == "nvfp4":
         section = _section(record)
         try:
@@ -84,7 +86,9 @@ def describe_precision(record: Record) -> str:
         return ", ".join((f"nvfp4 {section.get('recipe', 'paper')}", *rest))
     if not quantization:
         return record.settings.get("dtype", "unknown")
-    return f"{quantization} (qwix)" if record.settings.get("use_qwix_quantization") == "True" else quantization
+    return (
+        f"{quantization} (qwix)" if record.settings.get("use_qwix_quantization") == "True" else quantization
+    )
 
 
 def label(record: Record) -> str:

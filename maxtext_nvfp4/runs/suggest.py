@@ -150,7 +150,9 @@ def suggest(run: Path, share: float = SHARE, last: int = 10) -> Suggestion:
         why = f"its samples have no {_STAT} of wgrad's product in a decoder layer"
         raise ConfigError(f"{run}: {why}; {write}, with all stats, and with wgrad in 4 bits in some layers")
     count = math.ceil(share * len(errors))
-    worst_first = sorted(errors, key=lambda layer: -errors[layer] if math.isfinite(errors[layer]) else -math.inf)
+    worst_first = sorted(
+        errors, key=lambda layer: -errors[layer] if math.isfinite(errors[layer]) else -math.inf
+    )
     return Suggestion(
         run=str(run),
         steps=(min(newest), max(newest)),
