@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import logging
@@ -280,6 +281,7 @@ def _mesh(arguments: argparse.Namespace) -> int:
 def _ab(arguments: argparse.Namespace) -> int:
     """Trains each recipe with each seed on the same data in the same order, then compares them; resumable."""
     argv = _config_argv(arguments)
+    _check_report_libraries()
     out = pathlib.Path(os.path.abspath(arguments.out))
     from maxtext_nvfp4.runs.ab import train_twins
     from maxtext_nvfp4.runs.compare import compare
@@ -296,12 +298,21 @@ def _ab(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     """Compares runs over tokens, seed by seed; refuses runs that differ in more than precision."""
+    _check_report_libraries()
     from maxtext_nvfp4.runs.compare import compare
     from maxtext_nvfp4.runs.records import read_run
 
     records = [read_run(pathlib.Path(run)) for run in arguments.runs]
     allowed = [key for key in arguments.allow.split(",") if key]
     return _report(compare(records, allowed), pathlib.Path(arguments.out))
+
+
+def _check_report_libraries() -> None:
+    """Before hours of training, not after them."""
+    if absent := [
+        name for name in ("jinja2", "matplotlib", "scipy") if importlib.util.find_spec(name) is None
+    ]:
+        raise ConfigError(f"reports need {' and '.join(absent)}; install maxtext-nvfp4[report]")
 
 
 def _report(comparison: Any, out: pathlib.Path) -> int:

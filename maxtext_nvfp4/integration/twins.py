@@ -77,5 +77,5 @@ def _precision(recipe: str, section: Mapping[str, Any]) -> dict[str, Any]:
     # The keys of the file, not its path: a run and its record stay complete if the file is changed or gone.
     return {
         "quantization": "nvfp4",
-        "nvfp4": {"recipe": "all_layers", **read_recipe_file(Path(recipe)), **shared},
+        "nvfp4": {"recipe": "paper", **read_recipe_file(Path(recipe)), **shared},
     }

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from maxtext_nvfp4.errors import ConfigError
-from maxtext_nvfp4.recipe import fingerprint, load_recipe
+from maxtext_nvfp4.recipe import fingerprint, load_recipe, show
 from maxtext_nvfp4.runs.keys import ELSEWHERE, PRECISION, matches
 from maxtext_nvfp4.runs.records import Record
 
@@ -78,12 +78,8 @@ def describe_precision(record: Record) -> str:
     quantization = _quantization(record)
     if quantization == "nvfp4":
         section = _section(record)
-        rest = [
-            f"{key}: {value}"
-            for key, value in section.items()
-            if key not in ("recipe", "seed", "telemetry", "loss_scale", "backend", "allow_recipe_change")
-        ]
-        return ", ".join((f"nvfp4 {section.get('recipe', 'paper')}", *rest))
+        name = str(section.get("recipe", "paper"))
+        return ", ".join((f"nvfp4 {name}", *_changes(section)))
     if not quantization:
         return record.settings.get("dtype", "unknown")
     return (
@@ -94,6 +90,19 @@ def describe_precision(record: Record) -> str:
 def label(record: Record) -> str:
     """What a run is called in a comparison: its run_name without the number of its seed."""
     return re.sub(r"-seed[0-9]+$", "", record.name)
+
+
+def _changes(section: Mapping[str, object]) -> list[str]:
+    """The keys of a section that determine bits and are not what its preset has."""
+    try:
+        given, preset = load_recipe(section), load_recipe({"recipe": section.get("recipe", "paper")})
+    except ConfigError:
+        return []
+    return [
+        f"{key}: {show(value)}"
+        for key, value in given.numerics.items()
+        if key != "seed" and preset.numerics.get(key) != value
+    ]
 
 
 def _quantization(record: Record) -> str:
