@@ -101,7 +101,7 @@ def _train(keys: Keys, out: Path, head: str, lock: int) -> None:
     log = out / "logs" / f"{name}.log"
     log.parent.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "maxtext_nvfp4", "train", str(out / "configs" / f"{name}.yml")]
-    with log.open("a") as file:
+    with log.open("a", buffering=1) as file:  # by lines, for those who watch it
         child = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
