@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from maxtext_nvfp4.errors import ConfigError, TrainingError
+from maxtext_nvfp4.errors import STOPPED_STATUS, ConfigError, TrainingError
 
 _QUIET = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -22,11 +22,6 @@ _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
 }
 """Environment of MaxText's dependencies, unless the user has set it."""
-
-
-_STOPPED_STATUS = "MAXTEXT_NVFP4_STOPPED_STATUS"
-"""Environment variable with the exit status of a run that SIGTERM stopped. A process whose run stopped because another one
-got the signal can tell it by nothing else from a run that is complete."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -219,7 +214,7 @@ def _train(arguments: argparse.Namespace) -> int:
     with raising_setup_errors():
         summary, stopped = train(argv)
     print(summary)
-    return int(os.environ.get(_STOPPED_STATUS, "0")) if stopped else 0
+    return int(os.environ.get(STOPPED_STATUS, "0")) if stopped else 0
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -15,3 +15,8 @@ class TrainingError(Exception):
 
     The command line prints the message alone and exits with status 3.
     """
+
+
+STOPPED_STATUS = "MAXTEXT_NVFP4_STOPPED_STATUS"
+"""Environment variable with the exit status of a run that SIGTERM stopped. A process whose run stopped because another one
+got the signal can tell it by nothing else from a run that is complete."""

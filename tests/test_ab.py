@@ -1,7 +1,6 @@
 """Twins of the tiny model, trained by the command line: stopped, taken up again, compared."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -19,17 +18,17 @@ from maxtext_nvfp4.runs.events import read_events
 from maxtext_nvfp4.runs.records import read_run
 
 ROOT = Path(__file__).parents[1]
-STEPS = 150
+STEPS = 60
 KEYS = {
     **RUN,
     "steps": STEPS,
-    "checkpoint_period": 50,
+    "checkpoint_period": 20,
     "enable_tensorboard": True,
     "log_period": 1,
-    "eval_start_step": 1,
-    "eval_interval": 2,
+    "eval_start_step": 19,
+    "eval_interval": 20,
     "eval_steps": 1,
-    "nvfp4": {"telemetry": {"every": 2}, "bf16_last_layers": 1},
+    "nvfp4": {"telemetry": {"every": 20}, "bf16_last_layers": 1},
 }
 
 
@@ -44,7 +43,6 @@ def ab(config, out, *arguments):
     return [sys.executable, "-m", "maxtext_nvfp4", "ab", str(config), *arguments, "--out", str(out)]
 
 
-@pytest.mark.slow
 def test_stopped_twins_are_taken_up_and_compared(config, tmp_path):
     out = tmp_path / "ab"
     command = ab(config, out, "--recipes", "bf16,all_layers")
@@ -74,8 +72,8 @@ def test_stopped_twins_are_taken_up_and_compared(config, tmp_path):
     assert len(record.layer_errors) == 2
     # A step with a sample and an evaluation is in TensorBoard with both.
     scalars = read_events(out / "runs" / "all_layers-seed0" / "tensorboard").scalars
-    assert {1, 3, 5} <= set(scalars["nvfp4/decoder/layers_1/mlp/wo/wgrad/gradient/sqnr_db"])
-    assert {1, 3, 5} <= set(scalars["eval/avg_loss"])
+    assert {19, 39, 59} <= set(scalars["nvfp4/decoder/layers_1/mlp/wo/wgrad/gradient/sqnr_db"])
+    assert {19, 39, 59} <= set(scalars["eval/avg_loss"])
 
     other = subprocess.run(
         [*command, "learning_rate=0.5"], capture_output=True, text=True, timeout=300, check=False
@@ -103,7 +101,7 @@ def test_twins_differ_in_precision_and_seed_alone(config, tmp_path):
     assert [run["data_shuffle_seed"] for run in runs] == [0] * 4 + [1] * 4
     by_name = {run["run_name"]: run for run in runs}
     # The recipe's own layers count, not the config's.
-    assert by_name["paper-seed0"]["nvfp4"] == {"telemetry": {"every": 2}, "recipe": "paper"}
+    assert by_name["paper-seed0"]["nvfp4"] == {"telemetry": {"every": 20}, "recipe": "paper"}
     assert by_name["no_sr-seed0"]["nvfp4"]["stochastic_rounding"] == "none"
     assert by_name["bf16-seed0"]["nvfp4"] == {}
     assert by_name["fp8-seed0"]["quantization"] == "fp8_full"
@@ -126,12 +124,8 @@ def test_recipes_that_cannot_be_are_said_so(arguments, says, config, tmp_path, c
     assert not out.exists()
 
 
-def test_a_config_that_a_run_refuses_ends_with_its_message(config, tmp_path):
-    config.write_text(json.dumps({**KEYS, "nvfp4": {"backend": "xla", "seed": "x"}}))
-    done = subprocess.run(
-        ab(config, tmp_path / "ab", "--recipes", "bf16,paper", "steps=2"),
-        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "paper-seed0: the run ended with exit status 2" in done.stderr
-    assert "nvfp4.seed: got x" in done.stderr
+def test_a_config_that_one_of_the_runs_refuses_is_refused_before_the_first(config, tmp_path, capsys):
+    config.write_text(json.dumps({**KEYS, "nvfp4": {"seed": "x"}}))
+    assert main(["ab", str(config), "--recipes", "bf16,paper", "--out", str(tmp_path / "ab")]) == 2
+    assert "nvfp4.seed: got x" in capsys.readouterr().err
+    assert not (tmp_path / "ab").exists()

@@ -180,6 +180,11 @@ def check_run(argv: Sequence[str]) -> None:
     """
     with raising_config_errors():
         raw = merged_keys(argv, {})
+    check_start(raw)
+
+
+def check_start(raw: Mapping[str, Any]) -> None:
+    """What `check_run` does, for keys that are merged already."""
     check_keys(raw)
     for key, path in missing_paths(raw):
         raise ConfigError(problem(key, raw[key], f"{path} does not exist", f"{key}: a path that exists"))

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_nvfp4.errors import ConfigError
+from maxtext_nvfp4.integration.config_checks import check_start
+from maxtext_nvfp4.integration.config_errors import raising_config_errors
 from maxtext_nvfp4.integration.config_files import base_config, chosen_keys, merged_keys
 from maxtext_nvfp4.recipe import PRESETS, problem, read_recipe_file
 
@@ -28,9 +30,10 @@ def twins(argv: Sequence[str], recipes: Sequence[str], seeds: int, out: Path) ->
       out: Folder of the comparison.
 
     Raises:
-      ConfigError: A recipe is unknown, named twice, or the only one.
+      ConfigError: A recipe is unknown, named twice, or the only one; or one of the runs could not start.
     """
-    merged = merged_keys(argv, {})
+    with raising_config_errors():
+        merged = merged_keys(argv, {})
     own = {key: merged[key] for key in sorted(chosen_keys(argv)) if key in merged}
     labels = [_label(recipe) for recipe in recipes]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
@@ -45,6 +48,7 @@ def twins(argv: Sequence[str], recipes: Sequence[str], seeds: int, out: Path) ->
             keys = {
                 "base_config": base_config(argv),
                 **own,
+                "steps": merged["steps"],
                 **_precision(recipe, merged.get("nvfp4") or {}),
                 "base_output_directory": str(out / "runs"),
                 "run_name": f"{label}-seed{seed}",
@@ -53,6 +57,8 @@ def twins(argv: Sequence[str], recipes: Sequence[str], seeds: int, out: Path) ->
                 "enable_tensorboard": True,
             }
             found.append(keys)
+    for keys in found:
+        check_start({**merged, **keys})
     return found
 
 

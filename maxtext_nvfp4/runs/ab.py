@@ -14,11 +14,13 @@ from typing import Any, TextIO
 
 import yaml  # type: ignore[import-untyped]
 
-from maxtext_nvfp4.errors import ConfigError, TrainingError
+from maxtext_nvfp4.errors import STOPPED_STATUS, ConfigError, TrainingError
 from maxtext_nvfp4.runs.records import Record, read_run, write_record
 
 _STEP = re.compile(r"completed step: (\d+), seconds: ([0-9.]+).* loss: ([0-9.]+|nan|inf)")
 _SHOWN_LINES = 12
+_STOPPED = 75
+"""Exit status of a run that a signal stopped: EX_TEMPFAIL, which no other end of a run has."""
 
 Keys = Mapping[str, Any]
 """The config of one run, its run_name among them."""
@@ -97,7 +99,7 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _train(keys: Keys, out: Path, head: str, lock: int) -> None:
-    name, steps = keys["run_name"], int(keys["steps"])
+    name = keys["run_name"]
     log = out / "logs" / f"{name}.log"
     log.parent.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "maxtext_nvfp4", "train", str(out / "configs" / f"{name}.yml")]
@@ -108,19 +110,19 @@ def _train(keys: Keys, out: Path, head: str, lock: int) -> None:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            env={**os.environ, STOPPED_STATUS: str(_STOPPED)},
             pass_fds=(lock,),
+            start_new_session=True,  # a terminal's Ctrl-C comes from here, as the signal that a run saves at
         )
         with _passing_signals(child):
-            last = _follow(child, file, head, steps)
+            _follow(child, file, head, int(keys["steps"]))
             status = child.wait()
-    if status == 0 and last == steps - 1:
-        return
-    tail = "\n".join(log.read_text().splitlines()[-_SHOWN_LINES:])
-    if status == 0:
-        # SIGTERM: the run has saved its state and ended as asked.
-        raise TrainingError(f"{name}: stopped after step {last}; run the same command again to go on")
-    error = ConfigError if status == 2 else TrainingError
-    raise error(f"{name}: the run ended with exit status {status}; the end of {log}:\n{tail}")
+    if status == _STOPPED:
+        raise TrainingError(f"{name}: stopped, its state is saved; run the same command again to go on")
+    if status:
+        tail = "\n".join(log.read_text().splitlines()[-_SHOWN_LINES:])
+        error = ConfigError if status == 2 else TrainingError
+        raise error(f"{name}: the run ended with exit status {status}; the end of {log}:\n{tail}")
 
 
 @contextlib.contextmanager
@@ -138,10 +140,10 @@ def _passing_signals(child: subprocess.Popen[str]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _follow(child: subprocess.Popen[str], log: TextIO, head: str, steps: int) -> int:
-    """Copies a run's output to its log and shows how far it is; returns the last step it completed, -1 without one."""
+def _follow(child: subprocess.Popen[str], log: TextIO, head: str, steps: int) -> None:
+    """Copies a run's output to its log, and shows how far it is."""
     live = sys.stdout.isatty()
-    last, shown, begun = -1, time.monotonic(), None
+    shown, begun = time.monotonic(), None
     assert child.stdout
     print(f"{head}: starting", flush=True)
     for line in child.stdout:
@@ -156,15 +158,10 @@ def _follow(child: subprocess.Popen[str], log: TextIO, head: str, steps: int) ->
             left = f", {_duration((now - begun[1]) / done * (steps - 1 - last))} left" if done else ""
             text = f"{head}: step {last + 1}/{steps}, loss {match[3]}{left}"
             print(f"\r{text:79}" if live else text, end="" if live and last < steps - 1 else "\n", flush=True)
-    log.flush()
-    return last
 
 
 def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 90
-        else f"{seconds / 60:.0f} min"
-        if seconds < 5400
-        else f"{seconds / 3600:.1f} h"
-    )
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

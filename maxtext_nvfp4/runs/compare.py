@@ -158,10 +158,10 @@ def _group(records: list[Record], baseline: list[Record] | None, tags: dict[str,
             lines[tag] = Line(tokens, *band(values))
             if baseline and tag != GRADIENT_NORM:
                 gaps[tag] = Line(tokens, *band(values - _values(baseline, tag, tokens)))
-    losses = _final_losses(records, tags[LOSS])
+    losses = [_final(record, tags[LOSS]) for record in records]
     evals = _final_evals(records, tags[EVAL_LOSS])
-    base_losses = _final_losses(baseline, tags[LOSS]) if baseline else []
-    base_evals = _final_evals(baseline, tags[EVAL_LOSS]) if baseline else []
+    base_losses = [_final(record, tags[LOSS]) for record in baseline or ()]
+    base_evals = _final_evals(baseline or [], tags[EVAL_LOSS])
     return Group(
         label=settings.label(records[0]),
         precision=settings.describe_precision(records[0]),
@@ -183,10 +183,6 @@ def _group(records: list[Record], baseline: list[Record] | None, tags: dict[str,
 def _values(records: list[Record], tag: str, tokens: np.ndarray) -> np.ndarray:
     """float64 [seeds, n]; an evaluation is a mean already, and is not smoothed."""
     return np.stack([sampled(record, tag, tokens, smooth=tag != EVAL_LOSS) for record in records])
-
-
-def _final_losses(records: list[Record], tokens: np.ndarray) -> list[float]:
-    return [_final(record, tokens) for record in records]
 
 
 def _final(record: Record, tokens: np.ndarray) -> float:

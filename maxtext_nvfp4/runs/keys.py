@@ -14,8 +14,8 @@ PRECISION = (
 
 ELSEWHERE = (
     # Names, places and records of a run
-    "*run_name", "base_output_directory", "base_config", "*_dir", "*_cache_dir", "metrics_file", "gcs_*", "log_*",
-    "dump_*", "*profil*", "xprof_*", "wandb_*", "*wandb*", "*goodput*", "*mldiagnostics*", "*tensorboard*", "*mllog*",
+    "*run_name", "base_output_directory", "base_config", "*_cache_dir", "metrics_*", "gcs_*", "log_*",
+    "dump_*", "*profil*", "xprof_*", "*wandb*", "*goodput*", "*mldiagnostics*", "*tensorboard*", "*mllog*",
     "vertex_*", "monitor_*", "*monitoring*", "heartbeat_*", "report_*", "prometheus_port", "jax_*",
     # Checkpoints
     "*checkpoint*", "*_backup_interval_*",

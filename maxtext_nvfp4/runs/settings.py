@@ -74,7 +74,7 @@ def precision_key(record: Record) -> str:
 
 
 def describe_precision(record: Record) -> str:
-    """A few words: `bfloat16`, `fp8 (qwix)`, `nvfp4 paper`, `nvfp4 paper, hadamard: none`."""
+    """A few words: `bfloat16`, `fp8_full (qwix)`, `nvfp4 paper`, `nvfp4 paper, hadamard: none`."""
     quantization = _quantization(record)
     if quantization == "nvfp4":
         section = _section(record)
