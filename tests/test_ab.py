@@ -98,7 +98,8 @@ def test_twins_differ_in_precision_and_seed_alone(config, tmp_path):
     }
     shared = [{key: value for key, value in run.items() if key not in varying} for run in runs]
     assert all(run == shared[0] for run in shared)
-    assert [run["data_shuffle_seed"] for run in runs] == [0] * 4 + [1] * 4
+    for key in ("data_shuffle_seed", "init_weights_seed"):
+        assert [run[key] for run in runs] == [0] * 4 + [1] * 4
     by_name = {run["run_name"]: run for run in runs}
     # The recipe's own layers count, not the config's.
     assert by_name["paper-seed0"]["nvfp4"] == {"telemetry": {"every": 20}, "recipe": "paper"}
