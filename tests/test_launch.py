@@ -351,7 +351,10 @@ def test_a_failure_after_sigterm_is_a_failure(start) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_interrupted_it_leaves_no_process(start, number: signal.Signals) -> None:
+    # Under nohup the tests, and what they start, would ignore SIGHUP.
+    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     process = start("config.yml", CUDA_VISIBLE_DEVICES="0,1", BEHAVIOUR=SLEEPS)
+    signal.signal(number, before)
     pids = told(process, 2)
     process.send_signal(number)
     process.wait(30)
