@@ -98,7 +98,7 @@ DAMAGES = {
     ),
     "data missing": (lambda c: largest(c).unlink(), r"items/ocdbt\.process_0/d/\w+: missing"),
     "data of zeros": (lambda c: largest(c).write_bytes(bytes(largest(c).stat().st_size)), "DATA_LOSS: Error"),
-    "a bit of the data": (lambda c: flip(largest(c)), r"\w+\.kernel: not the values that were saved"),
+    "a bit of the data": (lambda c: flip(largest(c)), r"params(\.\w+)+: not the values that were saved"),
     "manifest empty": (lambda c: (c / "items/manifest.ocdbt").write_bytes(b""), r"items/manifest\.ocdbt"),
     "manifest missing": (
         lambda c: (c / "items/manifest.ocdbt").unlink(),
