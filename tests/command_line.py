@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,20 @@ def train(folder: Path, *arguments: str, status: int = 0, **keys: Any) -> str:
 
 def start_two(folder: Path, *arguments: str, **keys: Any) -> list[Any]:
     """Starts one run in two processes; its files come to lie in `folder / "out" / "tiny"`."""
+    return start_in([folder, folder], *arguments, **keys)
+
+
+def start_in(
+    folders: Sequence[Path], *arguments: str, environment: dict[str, str] | None = None, **keys: Any
+) -> list[Any]:
+    """Starts one run in as many processes as there are folders, each of which keeps its files in its own."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     job = {
         "JOB_INDEX": "0",
-        "PROCESSES_IN_JOB": "2",
-        "JAX_PROCESS_COUNT": "2",
+        "PROCESSES_IN_JOB": str(len(folders)),
+        "JAX_PROCESS_COUNT": str(len(folders)),
         "JAX_COORDINATOR_ADDRESS": "localhost",
         "JAX_COORDINATOR_PORT": str(port),
     }
@@ -59,10 +67,10 @@ def start_two(folder: Path, *arguments: str, **keys: Any) -> list[Any]:
         start(
             folder,
             *arguments,
-            environment={**job, "JOB_COMPLETION_INDEX": str(index)},
-            **{"skip_jax_distributed_system": False, "ici_fsdp_parallelism": 2, **keys},
+            environment={**(environment or {}), **job, "JOB_COMPLETION_INDEX": str(index)},
+            **{"skip_jax_distributed_system": False, "ici_fsdp_parallelism": len(folders), **keys},
         )
-        for index in range(2)
+        for index, folder in enumerate(folders)
     ]
 
 

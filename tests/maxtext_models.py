@@ -3,12 +3,14 @@
 import contextlib
 import functools
 import importlib.util
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
 from maxtext.common import train_state_nnx
@@ -122,6 +124,25 @@ MIXTURE: dict[str, dict[str, Any]] = {
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Compiler options for a program that runs only a few times."""
+
+QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
+"""The same as XLA_FLAGS of a process."""
+
+
+class _QuickJax(types.ModuleType):
+    """JAX for MaxText's jitted steps, compiled without the passes that take most of the time."""
+
+    jit = staticmethod(functools.partial(jax.jit, compiler_options=QUICK))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jax, name)
+
+
+def train_loop(config: Any) -> Any:
+    """Trains in this process, as `train.main` does once it has read the config; returns the last state."""
+    with pytest.MonkeyPatch.context() as patch, jax.default_prng_impl("unsafe_rbg"):
+        patch.setattr(train_utils, "jax", _QuickJax("jax"))
+        return train.train_loop(config, None)
 
 
 def load(**keys: Any) -> Any:

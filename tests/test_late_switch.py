@@ -1,14 +1,12 @@
 """The late switch in MaxText's own loop: two programs, one more compile, the same run however it is resumed."""
 
 import dataclasses
-import functools
 import math
 import os
 import re
 import shutil
 import subprocess
 import sys
-import types
 
 import jax
 import numpy as np
@@ -17,8 +15,8 @@ import yaml
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
 from maxtext.trainers.pre_train import train
-from maxtext.utils import max_logging, maxtext_utils, train_utils
-from maxtext_models import BASE, QUICK, TINY, Trainer, load
+from maxtext.utils import max_logging, maxtext_utils
+from maxtext_models import BASE, QUICK_FLAGS, TINY, Trainer, load, train_loop
 from traced_gemms import UNKNOWN, Walk, equations, four_bit, listed, merged, walked
 
 from maxtext_nvfp4.integration.attach import LayerIndex
@@ -46,15 +44,6 @@ def _compiled(event, seconds, **details):
 
 
 jax.monitoring.register_event_duration_secs_listener(_compiled)
-
-
-class QuickJax(types.ModuleType):
-    """JAX for MaxText's jitted steps, compiled without the passes that take most of the time."""
-
-    jit = staticmethod(functools.partial(jax.jit, compiler_options=QUICK))
-
-    def __getattr__(self, name):
-        return getattr(jax, name)
 
 
 @dataclasses.dataclass
@@ -107,10 +96,9 @@ def loop(switch=None, **keys):
                 result.programs[step, name] = traced.jaxpr
         return {"scalar": metrics}
 
-    with pytest.MonkeyPatch.context() as patch, jax.default_prng_impl("unsafe_rbg"):
-        patch.setattr(train_utils, "jax", QuickJax("jax"))
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "training_loop_iteration", recorded)
-        result.state = train.train_loop(config, None)
+        result.state = train_loop(config)
     steps = compiled[start:]
     result.compiles = {name: steps.count(name) for name in ("train_step", "eval_step")}
     return result
@@ -291,9 +279,6 @@ def count(trainer, primitive):
     return sum(equation.primitive.name == primitive for equation in equations(trainer.trace().jaxpr))
 
 
-FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
-
-
 def train_from_the_command_line(folder, **keys):
     """Trains in a process of its own; returns what it printed."""
     path = folder.parent / f"{folder.name}.yml"
@@ -302,7 +287,7 @@ def train_from_the_command_line(folder, **keys):
     )
     done = subprocess.run(
         [sys.executable, "-m", "maxtext_nvfp4", "train", str(path), f"base_output_directory={folder}"],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_FLAGS},
         capture_output=True,
         text=True,
         timeout=600,
