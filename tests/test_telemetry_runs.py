@@ -171,7 +171,7 @@ def test_after_a_switch_only_gemms_in_4_bits_are_sampled(
 
 
 FAULTY = 1
-"""The layer, of three, that has the faults."""
+"""The layer, of four, that has the faults."""
 
 
 def set_part(state: Any, part: str, edit: Callable[[jax.Array], jax.Array]) -> None:
@@ -265,7 +265,7 @@ def planted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         tmp_path_factory.mktemp("planted"),
         plant,
         steps=EVERY * (len(FAULTS) + 1),
-        base_num_decoder_layers=3,
+        base_num_decoder_layers=4,
         scan_layers=request.param,
         abort_on_nan_loss=False,
         # It skips steps that are not finite, so that NaN stays where it was planted.
