@@ -72,10 +72,17 @@ def _split(size: int, parts: int) -> int:
 
 def mesh_sizes(config: Any) -> Mapping[str, int]:
     """Size of each mesh axis; -1 is filled from the devices that the config is for."""
+    inside, across = network_sizes(config)
+    return {axis: inside[axis] * across[axis] for axis in config.mesh_axes}
+
+
+def network_sizes(config: Any) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """The part of each mesh axis that lies within a slice, and that over slices."""
     slices = max(1, config.num_slices)
     inside = _filled(config.ici_parallelism, max(1, config.num_target_devices // slices))
     across = _filled(config.dcn_parallelism, slices)
-    return {axis: i * d for axis, i, d in zip(config.mesh_axes, inside, across, strict=True)}
+    axes = config.mesh_axes
+    return dict(zip(axes, inside, strict=True)), dict(zip(axes, across, strict=True))
 
 
 def _filled(sizes: Sequence[int], devices: int) -> list[int]:
