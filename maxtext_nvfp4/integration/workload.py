@@ -166,9 +166,19 @@ def _check(config: Any) -> None:
             "the memory of this optimizer is not known here",
             " or ".join(_MOMENTS),
         ),
-        ("num_vocab_tiling", config.num_vocab_tiling > 1, "the memory of tiled logits is not known here", "1"),
+        (
+            "num_vocab_tiling",
+            config.num_vocab_tiling > 1,
+            "the memory of tiled logits is not known here",
+            "1",
+        ),
         *(
-            (key, getattr(config, key), "nothing is predicted where it is kept or split in another way", "false")
+            (
+                key,
+                getattr(config, key),
+                "nothing is predicted where it is kept or split in another way",
+                "false",
+            )
             for key in (
                 "shard_optimizer_over_data",
                 "optimizer_memory_host_offload",

@@ -113,11 +113,10 @@ def _moments(workload: Workload, backend: Backend) -> list[Memory]:
         "optimizer": weights.all * workload.moment_bytes,
     }
     gathered = backend.gathered_layers * weights.gathered_layer
-    # The layer's input is the residual stream that the backward pass of the layer before it also needs.
     work = _workspace(workload, backend)
 
     def saved(count: float) -> dict[str, float]:
-        """What is saved of some layers; a scan frees nothing before its end."""
+        """What is saved of some layers. A scan's stack lasts until its end, and a layer works on copies from it."""
         count = layers if scanned else count
         return {
             "activations": count * kept * weights.in_flight,
@@ -137,16 +136,16 @@ def _moments(workload: Workload, backend: Backend) -> list[Memory]:
         *(
             Memory(
                 **state,
-                **saved(left),
+                **saved(others),
                 moment="backward",
                 gradients=gradients.sums
                 + gradients.tables
-                + gradients.layers * (1 if scanned else (layers - left + 1) / layers),
+                + gradients.layers * (1 if scanned else (layers - others) / layers),
                 gathered=gathered,
                 workspace=work,
                 copies=copies,
             )
-            for left in (layers, 1)
+            for others in (layers - 1, 0)
         ),
         Memory(**state, moment="update", gradients=gradients.sums + gradients.tables + gradients.layers),
     ]

@@ -162,7 +162,9 @@ class Workload:
     @property
     def layer_parameters(self) -> int:
         """Weights of all decoder layers, norms included."""
-        return sum(linear.k * linear.n * linear.layers for linear in self.linears) + 2 * self.layers * self.width
+        return (
+            sum(linear.k * linear.n * linear.layers for linear in self.linears) + 2 * self.layers * self.width
+        )
 
     @property
     def parameters(self) -> int:
