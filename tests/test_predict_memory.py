@@ -44,6 +44,7 @@ NVFP4 = {"quantization": "nvfp4"}
 ONE = {
     "full": {"remat_policy": "full"},
     "minimal": {"remat_policy": "minimal"},
+    "vocabulary": {"remat_policy": "full", "vocab_size": 8192},
     "accumulated": {"remat_policy": "minimal", "gradient_accumulation_steps": 2},
     "except_mlp": {**WIDE, "remat_policy": "save_dot_with_context_except_mlp"},
     "nvfp4": {**NVFP4, "remat_policy": "full", "vocab_size": 512, "per_device_batch_size": 16},
@@ -106,7 +107,7 @@ def check(found):
     assert state[0] == pytest.approx(state[1], rel=0.01)  # the batch, 20 bytes a token, is not counted
     assert total[0] == pytest.approx(total[1], rel=0.15)
     # What is no state is where the formulas are.
-    assert rest[0] == pytest.approx(rest[1], rel=0.15)
+    assert rest[0] == pytest.approx(rest[1], rel=0.1)
 
 
 @functools.cache
@@ -145,13 +146,13 @@ def test_eight_devices(name, eight, on_devices):
     check(eight[name])
 
 
-# A step with numbers that are easy to see through: 1024 tokens of a device, layers of 64 x 64 and 64 x 256.
+# A step with numbers that are easy to see through: 1024 tokens of a device, and layers of 64 x 64, 64 x 32 and 64 x 256.
 BF16, FOUR = ("bf16",) * 3, ("nvfp4",) * 3
 
 
 def small(formats=None, **keys):
     formats = formats or {FOUR: 4}
-    sizes = {"query": (64, 64), "key": (64, 64), "value": (64, 64), "out": (64, 64), "wi": (64, 256)}
+    sizes = {"query": (64, 64), "key": (64, 32), "value": (64, 32), "out": (64, 64), "wi": (64, 256)}
     linears = [
         Linear(path=name, k=k, n=n, split=None, formats=formats, output=f"{name}_proj")
         for name, (k, n) in sizes.items()
@@ -163,7 +164,7 @@ def small(formats=None, **keys):
         "mlp_width": 256,
         "mlp_inputs": 1,
         "query_width": 64,
-        "kv_width": 64,
+        "kv_width": 32,
         "head_size": 16,
         "vocabulary": 512,
         "tied": False,
@@ -178,7 +179,7 @@ def small(formats=None, **keys):
 
 
 X = 1024 * (5 * 64 + 256)
-W = 4 * 64 * 64 + 2 * 64 * 256
+W = 2 * 64 * 64 + 2 * 64 * 32 + 2 * 64 * 256
 """Elements of the activations and of the weights that one layer's GEMMs multiply."""
 
 
@@ -235,6 +236,87 @@ def test_state_and_gradients_are_divided():
     tables = 4 * (step.parameters - step.layer_parameters)
     assert stages.parameters - tables == (whole.parameters - tables) / 2
     assert stages.activations == whole.activations / 2 * 5  # 4 microbatches, and one of padding
+
+
+def test_weights_are_divided_by_what_divides_the_sequence_and_gathered_whole():
+    few = {"sequences": 1 / 16, "layout": Layout(fsdp=2, context=2, tensor=2)}
+    found = memory(small(**few), GPU)
+    assert found.parameters == 4 * small().parameters / 8
+    assert found.moment == "backward"
+    # Of two layers, what a device needs with half of the features; the norms' two vectors are counted as divided.
+    assert found.gathered == 2 * (W + 2 * 64) / 2 * 2
+    assert memory(small(**few), CPU).gathered == found.gathered / 2
+    loss = memory(small(layout=Layout(fsdp=4), vocabulary=65536))
+    assert (loss.moment, loss.gathered) == ("loss", 65536 * 64 * 2)
+
+
+def test_gradients():
+    def gradients(backend=GPU, tokens=16, **keys):
+        found = memory(small(sequences=tokens / 256, **keys), backend)
+        assert found.moment == "backward"
+        return found.gradients
+
+    layers, table = small().layer_parameters, 512 * 64
+    one, four = {}, {"layout": Layout(fsdp=4)}
+    unscanned = {"scanned": False}
+    # A scan stacks them in float32; others wait in the compute dtype, and whole where there is no reduce-scatter.
+    assert gradients() == 4 * layers + 2 * 2 * table
+    assert gradients(**unscanned) == 2 * layers + 2 * 2 * table
+    assert gradients(**four) == (4 * layers + 4 * table + 2 * table) / 4
+    assert gradients(CPU, **four) == 4 * layers / 4 + 4 * table + 2 * table / 4
+    assert gradients(CPU, **four, one_hot=True) == 4 * layers / 4 + 2 * 4 * table
+    assert gradients(CPU, **four, tied=True) == 4 * layers / 4 + 4 * table
+    assert gradients(CPU, **four, **unscanned) == 4 * layers + 4 * table + 2 * table / 4
+    assert gradients(**unscanned, layout=Layout(data=2)) == 4 * layers + 4 * table + 2 * table
+    # Sums over microbatches are there besides; a pipeline's loop needs none.
+    sums = 4 * small().parameters
+    assert gradients(microbatches=2, **one) == 4 * layers + 2 * 2 * table + sums
+    pipeline = {"layout": Layout(pipeline=2), "microbatches": 2}
+    assert gradients(**pipeline) == gradients(layout=Layout(pipeline=2)) == 4 * layers / 2 + 2 * 2 * table
+
+
+def test_the_first_or_the_last_backward_pass_is_the_fullest():
+    """Unscanned, each layer frees what it saved and leaves gradients."""
+    layers, table = small().layer_parameters, 512 * 64
+    many = memory(small(scanned=False, vocabulary=64, sequences=16.0))
+    assert many.moment == "backward"
+    assert many.activations == 3 * 16 * 256 * 64 * 2  # the inputs of all but the layer at work
+    assert many.gradients == 2 * layers / 4 + 2 * 2 * 64 * 64
+    few = memory(small(scanned=False, sequences=1 / 16))
+    assert few.activations == 0
+    assert few.gradients == 2 * layers + 2 * 2 * table
+
+
+def test_workspace():
+    def work(backend=GPU, **keys):
+        found = memory(small(vocabulary=64, **keys), backend)
+        assert found.moment == "backward"
+        return found.workspace
+
+    stream, attention, hidden, scores = 64 * (2 * 4 + 6 * 2), (3 * 64 + 2 * 32) * 2, 256 * 2, 256 * 4
+    mlp = 5 * hidden
+    assert work() == 1024 * (stream + attention + mlp)
+    # Scores are computed again before the MLP unless its input is there; the larger of the two phases counts.
+    assert work(fused_attention=False) == 1024 * (stream + attention + 2 * scores * (2 + 4) + hidden)
+    short = {"fused_attention": False, "sequence": 32, "sequences": 32.0}
+    scores = 32 * 4
+    assert work(**short) == 1024 * (stream + attention + mlp + 2 * scores * 2)
+    saved = Remat(policy="save_out_proj", saved=frozenset({"out_proj"}))
+    assert work(**short, remat=saved) == 1024 * (stream + attention + mlp)
+    # Emulated operands of wgrad: the largest layer's where each GEMM has a branch, else every activation.
+    mixed = {"formats": {FOUR: 3, BF16: 1}}
+    assert work(CPU, formats={BF16: 4}) == work()
+    assert work(CPU, **mixed) == work() + 4 * 1024 * (64 + 256)
+    assert work(CPU) == work(CPU, **mixed, scanned=False) == work() + 4 * X
+
+
+def test_without_a_policy_everything_is_saved():
+    everything = Remat(policy="of a test", saved=None)
+    widths = 64 + 2 * 64 + (64 + 32 + 32 + 64 + 256) + 256  # input, norms, linear layers, hidden layer
+    found = memory(small(remat=everything, formats={BF16: 4}))
+    assert found.activations == 4 * 1024 * ((widths + 64) * 2 + 4 * 4)
+    unfused = memory(small(remat=everything, formats={BF16: 4}, fused_attention=False))
+    assert unfused.activations == 4 * 1024 * (widths + 2 * 256 * 4) * 2
 
 
 def test_json_is_the_fields_and_their_total():
