@@ -1,4 +1,4 @@
-"""The command line: `maxtext-nvfp4 train | explain | doctor | mesh | ab | compare | suggest | corpus`."""
+"""The command line: `maxtext-nvfp4 train | explain | doctor | mesh | predict | ab | compare | suggest | corpus`."""
 
 import argparse
 import contextlib
@@ -22,6 +22,10 @@ _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
 }
 """Environment of MaxText's dependencies, unless the user has set it."""
+
+# Named here too, as the tables themselves are not imported to show help.
+_HARDWARE = ("gb200", "gb300", "b200", "b300")
+_PRECISIONS = ("nvfp4", "fp8", "fp8_current", "mxfp8", "bf16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,11 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     _add_cluster(doctor)
-    # Named here too, as the table itself is not imported to show help.
     doctor.add_argument(
-        "--target",
-        choices=("gb200", "gb300", "b200", "b300"),
-        help="check as if on this hardware instead of this machine's",
+        "--target", choices=_HARDWARE, help="check as if on this hardware instead of this machine's"
     )
     doctor.set_defaults(run=_doctor)
 
@@ -89,6 +90,22 @@ def _parser() -> argparse.ArgumentParser:
     mesh.add_argument("--json", action="store_true", help="print JSON")
     _add_cluster(mesh)
     mesh.set_defaults(run=_mesh)
+
+    predict = commands.add_parser(
+        "predict", help="predict step time and memory on hardware to come", description=_predict.__doc__
+    )
+    _add_config(predict)
+    predict.add_argument("--hardware", required=True, choices=_HARDWARE, help="the GPU")
+    predict.add_argument("--gpus", required=True, type=_count, metavar="N", help="how many of them")
+    predict.add_argument(
+        "--precision",
+        type=_precisions,
+        default=["nvfp4", "fp8", "mxfp8", "bf16"],
+        metavar="A,B,...",
+        help=f"of {', '.join(_PRECISIONS)}; nvfp4,fp8,mxfp8,bf16 unless given",
+    )
+    predict.add_argument("--json", action="store_true", help="print JSON")
+    predict.set_defaults(run=_predict)
 
     ab = commands.add_parser(
         "ab", help="train twins that differ in precision alone, and compare", description=_ab.__doc__
@@ -162,6 +179,17 @@ def _count(text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
         raise argparse.ArgumentTypeError(f"got {text}: not a count; write an integer from 1 to 999999")
     return int(text)
+
+
+def _precisions(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in _PRECISIONS or names.count(name) > 1:
+            why = "given twice" if name in _PRECISIONS else "not a precision"
+            raise argparse.ArgumentTypeError(
+                f"got {name}: {why}; write some of {', '.join(_PRECISIONS)} with commas between them"
+            )
+    return names
 
 
 def _share(text: str) -> float:
@@ -270,6 +298,20 @@ def _mesh(arguments: argparse.Namespace) -> int:
         )
         mesh = plan(argv, cluster)
     print(json.dumps(mesh.to_json(), indent=2) if arguments.json else mesh.to_text())
+    return 0
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    """Predicts step time, throughput, speed-up and memory of a config, and where they go; needs no GPU."""
+    argv = _config_argv(arguments)
+    with _report_alone():
+        from maxtext_nvfp4.integration import register
+
+        register()
+        from maxtext_nvfp4.integration.prediction import report
+
+        found = report(argv, arguments.hardware, arguments.gpus, arguments.precision)
+    print(json.dumps(found.to_json(), indent=2) if arguments.json else found.to_text())
     return 0
 
 

@@ -15,9 +15,10 @@ from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.integration import cluster_mesh, cluster_model
 from maxtext_nvfp4.integration.attach import resolve
 from maxtext_nvfp4.integration.config import enabled, recipe_of
-from maxtext_nvfp4.integration.remat import POLICIES, remat_of
+from maxtext_nvfp4.integration.remat import remat_of
 from maxtext_nvfp4.integration.workload import workload_of
 from maxtext_nvfp4.predict.memory import GPU, memory
+from maxtext_nvfp4.predict.remat import POLICIES
 from maxtext_nvfp4.predict.workload import Layout
 
 CONFIGS = Path(__file__).parents[1] / "configs"

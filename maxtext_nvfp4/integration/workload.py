@@ -14,7 +14,7 @@ from maxtext_nvfp4.integration import sites
 from maxtext_nvfp4.integration.extents import network_sizes
 from maxtext_nvfp4.integration.remat import remat_of
 from maxtext_nvfp4.plan import Site, SitePlan
-from maxtext_nvfp4.predict.workload import Format, GemmFormats, Layout, Linear, Workload
+from maxtext_nvfp4.predict.workload import Format, GemmFormats, Layout, Linear, Workload, linear
 from maxtext_nvfp4.recipe import problem
 
 _BF16: GemmFormats = ("bf16", "bf16", "bf16")
@@ -32,9 +32,6 @@ _ACROSS = ("fsdp", "data")
 """Kinds that may also lie over NVLink domains."""
 
 _KEYS = {"stage": "pipeline"}
-
-_SPLIT_INPUTS = ("out", "wo")
-_SPLIT_OUTPUTS = ("query", "key", "value", "qkv_proj", "wi", "wi_0", "wi_1")
 
 _MOMENTS = {"adamw": 2, "adam_pax": 2, "sgd": 0}
 """Moments that an optimizer keeps of a parameter."""
@@ -94,23 +91,8 @@ def _linears(found: Sequence[Site], plans: Sequence[SitePlan] | None) -> Iterato
     for site in found:
         if not site.layers:
             continue
-        name = site.path.rpartition("/")[2]
-        yield Linear(
-            path=site.path,
-            k=site.k,
-            n=site.n,
-            split="k" if name in _SPLIT_INPUTS else "n" if name in _SPLIT_OUTPUTS else None,
-            formats=_formats(site, chosen[site.path]) if plans is not None else {_BF16: len(site.layers)},
-            output=_output(name),
-        )
-
-
-def _output(name: str) -> str:
-    """The name under which MaxText lets a remat policy save what a linear layer computes."""
-    if name.startswith("w"):
-        # One activation function has one input layer, `wi`, which fused layers are too.
-        return f"mlp{name}"
-    return name if name.endswith("_proj") else f"{name}_proj"
+        formats = _formats(site, chosen[site.path]) if plans is not None else {_BF16: len(site.layers)}
+        yield linear(site.path, site.k, site.n, formats)
 
 
 def _formats(site: Site, plan: SitePlan) -> Mapping[GemmFormats, int]:

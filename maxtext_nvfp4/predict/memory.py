@@ -39,16 +39,19 @@ class Backend:
       scan_copies: Copies of all layers' weights that a scan over them needs. MaxText stacks them along the second
         axis, and XLA for CPUs brings the stacking axis to the front before the loop.
       gathered_layers: Layers whose weights are gathered at a time; two where one is fetched in advance.
+      logit_bytes: Of a logit when the backward pass starts: its exponential in float32, its gradient in the compute
+        dtype for the head's two GEMMs and, where the conversion to that is no part of the same kernel, in float32.
     """
 
     codes: bool = True
     reduce_scatter: bool = True
     scan_copies: int = 0
     gathered_layers: int = 2
+    logit_bytes: int = 4 + 2
 
 
 GPU = Backend()
-CPU = Backend(codes=False, reduce_scatter=False, scan_copies=1, gathered_layers=1)
+CPU = Backend(codes=False, reduce_scatter=False, scan_copies=1, gathered_layers=1, logit_bytes=4 + 4 + 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,7 @@ def _moments(workload: Workload, backend: Backend) -> list[Memory]:
             moment="loss",
             gradients=gradients.sums + (gradients.layers if scanned else 0),
             gathered=weights.gathered_head,
-            logits=_logits(workload),
+            logits=_logits(workload, backend),
             copies=copies,
         ),
         *(
@@ -268,14 +271,14 @@ def _saved_codes(workload: Workload) -> float:
     return found
 
 
-def _logits(workload: Workload) -> float:
+def _logits(workload: Workload, backend: Backend) -> float:
     """Bytes at the start of the backward pass.
 
-    The exponentials and the gradient in float32, the gradient in the compute dtype for the head's two GEMMs; and
-    around the head the final norm's input in float32, and its input, its result and that transposed for wgrad.
+    What is there of the logits; and around the head the final norm's input in float32, and its input, its result and
+    that transposed for wgrad.
     """
     size = workload.compute_bytes
-    logits = _elements(workload, workload.vocabulary) * (2 * _FLOAT32 + size)
+    logits = _elements(workload, workload.vocabulary) * backend.logit_bytes
     return logits + _elements(workload, workload.width) * (_FLOAT32 + 3 * size)
 
 

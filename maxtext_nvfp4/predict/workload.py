@@ -22,6 +22,7 @@ class Linear:
       split: Which of the two tensor parallelism divides; None divides neither.
       formats: Number of decoder layers with each choice of formats.
       output: Name under which a remat policy may save what it computes, such as `mlpwi_0`.
+      input: Name of what it multiplies, which linear layers may share.
     """
 
     path: str
@@ -30,11 +31,33 @@ class Linear:
     split: Literal["k", "n"] | None
     formats: Mapping[GemmFormats, int]
     output: str = ""
+    input: str = ""
 
     @property
     def layers(self) -> int:
         """Decoder layers that hold it."""
         return sum(self.formats.values())
+
+
+_INPUTS = {"query": "attention", "key": "attention", "value": "attention", "wi_0": "mlp", "wi_1": "mlp"}
+_SPLIT_K = ("out", "wo")
+_SPLIT_N = (*_INPUTS, "qkv_proj", "wi")
+
+
+def linear(path: str, k: int, n: int, formats: Mapping[GemmFormats, int]) -> Linear:
+    """A linear layer with what follows from MaxText's name of it, the last part of `path`."""
+    name = path.rpartition("/")[2]
+    # One activation function has one input layer, `wi`, which fused layers are too.
+    output = f"mlp{name}" if name.startswith("w") else name if name.endswith("_proj") else f"{name}_proj"
+    return Linear(
+        path=path,
+        k=k,
+        n=n,
+        split="k" if name in _SPLIT_K else "n" if name in _SPLIT_N else None,
+        formats=formats,
+        output=output,
+        input=_INPUTS.get(name, ""),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +143,8 @@ class Workload:
       remat: What is kept for the backward pass.
       fused_attention: Whether attention never writes its scores to memory.
       scanned: Whether the decoder layers are one traced body.
+      once_per_step: Whether weights are quantized, and gradients reduced over replicas, once in a step and not in
+        each microbatch, and replicas divide the update among them. Megatron does all three, MaxText none.
       weight_bytes: Bytes of a stored weight.
       gradient_bytes: Bytes of a gradient.
       moment_bytes: Bytes of both moments of a parameter.
@@ -144,6 +169,7 @@ class Workload:
     remat: Remat
     fused_attention: bool = True
     scanned: bool = True
+    once_per_step: bool = False
     weight_bytes: int = 4
     gradient_bytes: int = 4
     moment_bytes: int = 8

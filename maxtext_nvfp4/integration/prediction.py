@@ -1,0 +1,96 @@
+"""Predicts a MaxText config on hardware that need not be there."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from maxtext_nvfp4.doctor.cluster import Cluster
+from maxtext_nvfp4.doctor.targets import TARGETS
+from maxtext_nvfp4.errors import ConfigError
+from maxtext_nvfp4.integration import cluster_mesh, cluster_model
+from maxtext_nvfp4.integration.attach import for_another_machine, resolve
+from maxtext_nvfp4.integration.config import enabled, recipe_of
+from maxtext_nvfp4.integration.config_checks import MODE
+from maxtext_nvfp4.integration.config_errors import raising_setup_errors
+from maxtext_nvfp4.integration.workload import workload_of
+from maxtext_nvfp4.predict.advice import advise
+from maxtext_nvfp4.predict.calibration import accuracy
+from maxtext_nvfp4.predict.hardware import hardware
+from maxtext_nvfp4.predict.prediction import predict
+from maxtext_nvfp4.predict.report import Report
+from maxtext_nvfp4.predict.workload import Format, Workload
+from maxtext_nvfp4.recipe import problem
+
+_BASELINES: tuple[Format, ...] = ("bf16", "fp8")
+
+
+def report(argv: Sequence[str], name: str, gpus: int, precisions: Sequence[Format]) -> Report:
+    """Predicts a config in several precisions.
+
+    In NVFP4 it is the config's own recipe; in others every linear layer of the decoder has the one format.
+
+    Args:
+      argv: Program name, YAML file, then `key=value` arguments.
+      name: The hardware, one of `predict.hardware.names()`.
+      gpus: Their number.
+      precisions: What to show, in this order.
+
+    Raises:
+      ConfigError: Anything that a run would refuse, or that nothing is predicted for.
+    """
+    cluster = _cluster(name, gpus)
+    raw = cluster_mesh.checked_keys(argv)
+    if not str(raw["hardware"]).startswith("gpu"):
+        argv = [*argv, "hardware=gpu_multiprocess"]
+        raw = cluster_mesh.checked_keys(argv)
+    mesh = cluster_model.plan(argv, cluster)
+    config = cluster_model.load_for(argv, raw, mesh)
+    workload = _workload(config, wanted="nvfp4" in precisions)
+    gpu = hardware(name)
+    found = {
+        precision: predict(
+            workload if precision == "nvfp4" else workload.in_format(precision), gpu, precision
+        )
+        for precision in (*precisions, *_BASELINES)
+    }
+    return Report(
+        hardware=name,
+        gpus=gpus,
+        parallelism=mesh.settings(),
+        changed=mesh.changed,
+        predictions=[found[precision] for precision in precisions],
+        baselines={precision: found[precision] for precision in _BASELINES},
+        advice=advise(found[precisions[0]]),
+        accuracy=accuracy(),
+    )
+
+
+def _cluster(name: str, gpus: int) -> Cluster:
+    """So many GPUs of a kind, in as few NVLink domains as hold them."""
+    target = TARGETS[name]
+    per_node = min(gpus, target.gpus_per_node)
+
+    def of(nodes: int) -> Cluster:
+        return Cluster(nodes=nodes, gpus_per_node=per_node, rack_gpus=target.domain)
+
+    nodes, rest = divmod(gpus, per_node)
+    fault = of(nodes).fault()
+    if not rest and not fault:
+        return of(nodes)
+    why = f"a node of {name.upper()} has {per_node}" if rest else fault[0] if fault else ""
+    near = [count for count in range(1, 2 * nodes + 2) if of(count).fault() is None]
+    below = max(count for count in near if count <= nodes)
+    above = min(count for count in near if count > nodes)
+    raise ConfigError(problem("--gpus", gpus, why, f"{below * per_node} or {above * per_node}"))
+
+
+def _workload(config: Any, *, wanted: bool) -> Workload:
+    if wanted and not enabled(config):
+        given = getattr(config.quantization, "value", config.quantization)
+        why = "there is no NVFP4 recipe to predict"
+        raise ConfigError(
+            problem("quantization", given, why, f"quantization={MODE}, or --precision without nvfp4")
+        )
+    with raising_setup_errors(), for_another_machine():
+        model = cluster_model.abstract_model(config)
+        plans = resolve(model, config, recipe_of(config)).plans if enabled(config) else None
+        return workload_of(config, model, plans)
