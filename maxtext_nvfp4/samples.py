@@ -164,12 +164,44 @@ def read_samples(folder: Path) -> dict[int, list[Reading]]:
     }
 
 
-def alarms(readings: Sequence[Reading]) -> list[tuple[float, str]]:
-    """Gradients drowned by their quantization noise: the ratio and the name of each, worst first."""
-    found = []
+def alarms(readings: Sequence[Reading]) -> list[str]:
+    """What needs a look, a line each: where values stop being finite, and the gradient that its noise drowns most."""
+    lines = []
+    if found := [place for place in _places(readings, "nonfinite") if place.value > 0]:
+        first = min(found, key=_Place.order)
+        lines.append(f"{first.name}: {first.value:g} Inf or NaN{_more(found)}")
+    if found := [place for place in _places(readings, "gradient_to_noise") if place.value < NOISE_LIMIT]:
+        worst = min(found, key=lambda place: place.value)
+        lines.append(
+            f"{worst.name}: the gradient is {worst.value:.2f} times its quantization noise, below {NOISE_LIMIT:.2f}, "
+            f"where 4 bits no longer help{_more(found)}"
+        )
+    return lines
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A statistic of one operand of one layer."""
+
+    name: str
+    operand: str
+    layer: int
+    value: float
+
+    def order(self) -> tuple[bool, int, float]:
+        """Sorts by when a step computes it: weights and activations upwards, then gradients downwards."""
+        backward = self.operand == "gradient"
+        return backward, -self.layer if backward else self.layer, self.value
+
+
+def _places(readings: Sequence[Reading], stat: str) -> Iterator[_Place]:
     for reading in readings:
-        for index, ratio in enumerate(reading.values.get("gradient_to_noise", ())):
-            if ratio < NOISE_LIMIT:
-                path = layer_path(reading.site, reading.layers[index]) if reading.layers else reading.site
-                found.append((ratio, f"{path} {reading.gemm} {reading.operand}"))
-    return sorted(found)
+        for index, value in enumerate(reading.values.get(stat, ())):
+            layer = reading.layers[index] if reading.layers else 0
+            path = layer_path(reading.site, layer) if reading.layers else reading.site
+            name = f"{path} {reading.gemm} {reading.operand}"
+            yield _Place(name=name, operand=reading.operand, layer=layer, value=value)
+
+
+def _more(found: Sequence[_Place]) -> str:
+    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""

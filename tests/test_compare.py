@@ -194,6 +194,7 @@ def test_the_report_is_one_file_that_needs_nothing_else(comparison, tmp_path):
     figures = {
         "eval_loss",
         "eval_gap",
+        "final_gap",
         "loss",
         "loss_gap",
         "gradient_norm",

@@ -1,5 +1,6 @@
 """Statistics of quantization: each against NumPy, in the layer where it was planted, and at no cost between samples."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -317,8 +318,22 @@ def test_layers_may_be_chosen():
 
 
 def test_the_alarm_line_is_the_root_of_three():
-    found = alarms([reading(gradient_to_noise=(1.74, 1.73)), reading(amax=(1.0, 1.0))])
-    assert found == [(1.73, "decoder/layers_5/mlp/wo wgrad gradient")]
+    [line] = alarms([reading(gradient_to_noise=(1.74, 1.73)), reading(amax=(1.0, 1.0))])
+    assert line.startswith("decoder/layers_5/mlp/wo wgrad gradient: the gradient is 1.73 times")
+    assert line.endswith("help")
+
+
+def test_the_first_values_that_are_not_finite_are_named():
+    """In the order in which a step computes them: those that follow are mostly inherited."""
+    weight = dataclasses.replace(reading(nonfinite=(0.0, 1.0)), gemm="fprop", operand="weight")
+    activation = dataclasses.replace(reading(nonfinite=(0.0, 64.0)), gemm="fprop", operand="activation")
+    gradient = reading(nonfinite=(32.0, 8.0))
+    assert alarms([gradient, activation, weight]) == [
+        "decoder/layers_5/mlp/wo fprop weight: 1 Inf or NaN (and 3 more)"
+    ]
+    [line] = alarms([gradient])
+    assert line == "decoder/layers_5/mlp/wo wgrad gradient: 8 Inf or NaN (and 1 more)"
+    assert alarms([reading(nonfinite=(0.0, 0.0))]) == []
 
 
 def test_names_and_units():

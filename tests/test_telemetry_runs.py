@@ -156,9 +156,10 @@ def test_after_a_switch_only_gemms_in_4_bits_are_sampled(
     switch = {"at": AT, "gemms": gemms}
     nvfp4 = {"recipe": "mlp_only", "telemetry": {"every": every}, "switch": switch}
     run = trained(tmp_path, steps=6, scan_layers=scan, nvfp4=nvfp4)
-    assert list(run.samples) == run.written == [step for step in range(6) if (step + 1) % every == 0]
+    last = AT if gemms == "all" else 6
+    assert list(run.samples) == run.written == [step for step in range(last) if (step + 1) % every == 0]
     for step, readings in run.samples.items():
-        left = GEMMS if step < AT else () if gemms == "all" else ("dgrad", "wgrad")
+        left = GEMMS if step < AT else ("dgrad", "wgrad")
         assert [(one.step, one.site, one.gemm, one.operand, one.layers) for one in readings] == [
             (step, f"decoder/layers/mlp/{name}", gemm, operand, (0, 1))
             for name in ("wi_0", "wi_1", "wo")
@@ -352,6 +353,9 @@ def test_a_weight_that_diverged_is_named(planted: Planted) -> None:
         assert np.isnan(planted.values("amax", planted.step(diverged))[place])
     site = f"nvfp4/decoder/layers_{FAULTY}/mlp/wi_0/fprop/weight/nonfinite"
     assert planted.run.scalars[planted.step(diverged)][site] == 1
+    [line] = alarm(planted, diverged)
+    assert f": decoder/layers_{FAULTY}/mlp/wi_0 " in line
+    assert " weight: 1 Inf or NaN (and " in line
 
 
 def test_a_loss_that_diverged_above_the_layers_leaves_only_gradients_broken(planted: Planted) -> None:

@@ -16,8 +16,9 @@ from flax import nnx
 from maxtext_nvfp4.integration.attach import Nvfp4DotGeneral
 from maxtext_nvfp4.integration.config import enabled, recipe_of
 from maxtext_nvfp4.integration.probes import PROBES, measuring
+from maxtext_nvfp4.integration.switch_step import switch_step
 from maxtext_nvfp4.recipe import Telemetry
-from maxtext_nvfp4.samples import FOLDER, NOISE_LIMIT, Reading, alarms, to_readings, write_sample
+from maxtext_nvfp4.samples import FOLDER, Reading, alarms, to_readings, write_sample
 from maxtext_nvfp4.telemetry import PROBE_SHAPE
 
 SAMPLED = "nvfp4_sampled"
@@ -54,8 +55,8 @@ def sample_on_time(iteration: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(iteration)
     def wrapped(jax_device_state: dict[str, Any], python_vars: dict[str, Any], immutable_data: Any) -> Any:
         config, step = immutable_data["config"], python_vars["step"]
-        telemetry = recipe_of(config).telemetry if enabled(config) else None
-        if telemetry is None or (step + 1) % telemetry.every:
+        telemetry = _due(config, step)
+        if telemetry is None:
             return iteration(jax_device_state, python_vars, immutable_data)
         program = jax_device_state["p_train_step"]
 
@@ -75,6 +76,17 @@ def sample_on_time(iteration: Callable[..., Any]) -> Callable[..., Any]:
             jax_device_state["p_train_step"] = program
 
     return wrapped
+
+
+def _due(config: Any, step: int) -> Telemetry | None:
+    """What to measure in a step; None between samples, and where a late switch has left no GEMM in 4 bits."""
+    recipe = recipe_of(config) if enabled(config) else None
+    if recipe is None or recipe.telemetry is None or (step + 1) % recipe.telemetry.every:
+        return None
+    switch = recipe.switch
+    if switch and switch.gemms == "all" and step >= switch_step(switch, config):
+        return None
+    return recipe.telemetry
 
 
 def read_probes(
@@ -103,10 +115,5 @@ def _keep(config: Any, step: int, readings: list[Reading]) -> None:
     if config.base_output_directory:
         folder = epath.Path(config.base_output_directory) / config.run_name / FOLDER
         write_sample(folder, step, readings)
-    if found := alarms(readings):
-        ratio, name = found[0]
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        max_logging.log(
-            f"nvfp4: step {step}: {name}: the gradient is {ratio:.2f} times its quantization noise, below "
-            f"{NOISE_LIMIT:.2f}, where 4 bits no longer help{more}"
-        )
+    for alarm in alarms(readings):
+        max_logging.log(f"nvfp4: step {step}: {alarm}")

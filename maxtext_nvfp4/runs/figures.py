@@ -1,6 +1,7 @@
 """The figures of a comparison, each as matplotlib draws it."""
 
 import io
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,24 @@ def _gap(tag: str, what: str) -> Draw:
     return draw
 
 
+def _final_gap(axes: Axes, comparison: Comparison) -> None:
+    gaps = [(color, group.label, group.gap_eval_percent) for color, group in _colored(comparison)]
+    names = []
+    for color, label, gap in gaps:
+        if gap is not None:
+            place = -len(names)
+            names.append(label)
+            if math.isfinite(gap.low):
+                axes.plot([gap.low, gap.high], [place, place], color=color, linewidth=2)
+            axes.plot(gap.mean, place, "|", color=color, markersize=16, markeredgewidth=3)
+            axes.plot(gap.values, [place] * len(gap.values), "o", color="white", markeredgecolor=color)
+    if names:
+        axes.axvline(0, color=_COLORS[0], linewidth=1)
+        axes.set_yticks([-place for place in range(len(names))], names)
+        axes.set_ylim(0.6 - len(names), 0.6)
+    axes.set_xlabel(f"final evaluation loss above {comparison.baseline.label}, %")
+
+
 def _gradient_norm(axes: Axes, comparison: Comparison) -> None:
     for color, group in _colored(comparison):
         if GRADIENT_NORM in group.lines:
@@ -163,6 +182,11 @@ _FIGURES: tuple[tuple[str, str, Draw], ...] = (
         "eval_gap",
         "Evaluation loss above the baseline's, seed by seed, with its 95% interval over seeds",
         _gap(EVAL_LOSS, "evaluation"),
+    ),
+    (
+        "final_gap",
+        "Final evaluation loss above the baseline's: the seeds, their mean and its 95% interval",
+        _final_gap,
     ),
     ("loss", "Training loss, mean over seeds and over 2% of the tokens around each point", _loss),
     ("loss_gap", "Training loss above the baseline's, likewise", _gap(LOSS, "training")),
