@@ -208,7 +208,7 @@ def quantize(
     encoded = encode(x, full_block(x.shape, block), key, precision)
     scale_dtype = jnp.float8_e8m0fnu if precision == "mxfp4" else jnp.float8_e4m3fn
     return Quantized(
-        encoded.codes.astype(jnp.float4_e2m1fn),
+        formats.store_e2m1(encoded.codes),
         encoded.block_scales.astype(scale_dtype),
         encoded.tensor_scale,
         encoded.block,
