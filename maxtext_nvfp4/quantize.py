@@ -125,13 +125,24 @@ def _block_amax(blocked: Array) -> Array:
     Without the sign bit, floating-point numbers order like their bits, NaN above Inf above all else. The
     integer reduction reads x in its own dtype; a float32 copy of |x| would cost as much as all the rest.
     """
-    bits = jnp.dtype(f"uint{blocked.dtype.itemsize * 8}")
-    magnitude = lax.bitcast_convert_type(blocked, bits) & jnp.array(jnp.iinfo(bits).max >> 1, bits)
+    dtype, inner = blocked.dtype, tuple(range(1, blocked.ndim, 2))
+    bits = lax.bitcast_convert_type(blocked, f"uint{dtype.itemsize * 8}")
+    unsigned = jnp.array(jnp.iinfo(bits.dtype).max >> 1, bits.dtype)
+    across = tuple(axis for axis in inner[:-1] if blocked.shape[axis] > 1)
+    if across:
+        # Whole rows first, and apart: a CPU takes many columns at once, but not together with what follows.
+        bits = lax.optimization_barrier(jnp.max(bits & unsigned, axis=across, keepdims=True))
+    # A short reduction along the last axis alone is not vectorized on CPUs, hence an elementwise step before it.
+    if dtype == jnp.bfloat16 and bits.shape[-1] % 2 == 0:
+        # Two neighbours in one word. Each is a float32 when it stands in the upper half.
+        words = lax.bitcast_convert_type(bits.reshape(*bits.shape[:-1], -1, 2), jnp.uint32)
+        upper = jnp.uint32(0x7FFF_0000)
+        largest = jnp.max(jnp.maximum(words & upper, (words << 16) & upper), axis=inner)
+        return lax.bitcast_convert_type(largest, jnp.float32)
+    magnitude = bits & unsigned
     if magnitude.shape[-1] % 2 == 0:
-        # One elementwise step first: a short reduction along the last axis alone is not vectorized on CPU.
         magnitude = jnp.maximum(*jnp.split(magnitude, 2, axis=-1))
-    largest = jnp.max(magnitude, axis=tuple(range(1, blocked.ndim, 2)))
-    return lax.bitcast_convert_type(largest, blocked.dtype).astype(jnp.float32)
+    return lax.bitcast_convert_type(jnp.max(magnitude, axis=inner), dtype).astype(jnp.float32)
 
 
 def _largest(amax: Array) -> Array:
@@ -169,6 +180,8 @@ def encode(
         decode = 1.0 / encode_scale
         scales = formats.round_e4m3(block_amax * (encode_scale * jnp.float32(1.0 / 6.0)))
         inverse = jnp.minimum(1.0 / (scales * decode), _FLT_MAX)
+    # One for each block; without the barrier they would be worked out anew within the loop over elements.
+    scales, inverse = lax.optimization_barrier((scales, inverse))
     scaled = (blocked.astype(jnp.float32) * _expand(inverse)).reshape(x.shape)
     if key is None:
         codes = formats.round_e2m1(scaled)
