@@ -14,29 +14,17 @@ shallowest model; a ratio of growths compares a program's with stock's. That of 
 processor seconds, which other work on the machine hardly touches.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from maxtext_step import TrainStep, header, load, machine, table
+from maxtext_step import TrainStep, load
+from output import begin, finish, parse, parser, table
+from presets import PRESETS
 
-MODEL = {
-    "decoder_block": "llama2",
-    "base_emb_dim": 64,
-    "base_mlp_dim": 128,
-    "base_num_query_heads": 4,
-    "base_num_kv_heads": 4,
-    "head_dim": 16,
-    "vocab_size": 256,
-    "max_target_length": 64,
-    "per_device_batch_size": 4,
-    "scan_layers": True,
-}
+MODEL = {**PRESETS["tiny"], "decoder_block": "llama2", "scan_layers": True}
 PROGRAMS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "all_layers": {"quantization": "nvfp4", "nvfp4": {"recipe": "all_layers"}},
@@ -54,7 +42,7 @@ _TIME = "compile_processor_seconds"
 
 def measure(layers: int, keys: dict[str, Any]) -> dict[str, float]:
     """Compiles one program."""
-    step = TrainStep(load(**MODEL, **keys, base_num_decoder_layers=layers))
+    step = TrainStep(load(**{**MODEL, **keys, "base_num_decoder_layers": layers}))
     start = time.perf_counter()
     lowered = step.lower()
     middle, processor = time.perf_counter(), time.process_time()
@@ -110,16 +98,16 @@ def growths(records: list[dict[str, Any]], depths: Sequence[int]) -> list[dict[s
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 64, 126], metavar="N")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result as JSON")
-    arguments = parser.parse_args()
-    facts = machine()
-    print(header(facts))
-    records = collect(arguments.layers, arguments.rounds)
-    growth = growths(records, arguments.layers)
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser(__file__, __doc__, rounds=3)
+    options.add_argument(
+        "--layers", type=int, nargs="+", metavar="N", help="default 4 16 64 126; 2 8 if quick"
+    )
+    arguments = parse(options, argv)
+    depths = arguments.layers or ([2, 8] if arguments.quick else [4, 16, 64, 126])
+    facts = begin()
+    records = collect(depths, arguments.rounds)
+    growth = growths(records, depths)
 
     rows = [("program", "layers", "lower s", "compile s", "processor s", "temp MB")]
     rows += [
@@ -140,25 +128,29 @@ def main() -> None:
         for row in growth
     ]
     print(table(rows))
+    goals = judged(growth)
+    print()
+    for goal, found in goals.items():
+        print(
+            f"{goal}: at most {found['value']:.2f}; "
+            f"goal {found['limit']}: {'met' if found['met'] else 'MISSED'}"
+        )
+    finish(arguments, facts, {"model": MODEL, "programs": records, "growth": growth, "goals": goals})
+
+
+def judged(growth: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Each goal with the largest of what it limits, over all depths."""
     ours = [row for row in growth if row["program"] != "bf16"]
     paper = [row for row in growth if row["program"] == "paper"]
-    worst = (
+    values = (
         max(row["compile_growth_over_bf16"] for row in ours),
         max(row["temp_growth_over_bf16"] for row in ours),
         max(row["temp_over_all_layers"] for row in paper),
     )
-    print()
-    for (goal, limit), value in zip(GOALS.items(), worst, strict=True):
-        print(f"{goal}: at most {value:.2f}; goal {limit}: {'met' if value <= limit else 'MISSED'}")
-    if arguments.json:
-        result = {
-            "command": sys.argv,
-            "machine": facts,
-            "model": MODEL,
-            "programs": records,
-            "growth": growth,
-        }
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    return {
+        goal: {"limit": limit, "value": value, "met": value <= limit}
+        for (goal, limit), value in zip(GOALS.items(), values, strict=True)
+    }
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ state, metrics = compiled(step.initial_state(), step.batch())
 
 import contextlib
 import os
-import platform
+import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -139,55 +138,37 @@ class TrainStep:
             return train.make_synthetic_batch(self.config, self._batch_shapes(), seed)
 
 
-def machine() -> dict[str, Any]:
-    """What a number was measured on."""
-    fields: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            fields.setdefault(name.strip(), value.strip())
-    flags = fields.get("flags", "").split()
-    names = ("jax", "jaxlib", "flax", "maxtext", "qwix", "maxtext-nvfp4")
-    return {
-        "devices": [device.device_kind for device in jax.devices()],
-        "cpu": fields.get("model name", platform.machine()),
-        "cores": os.cpu_count(),
-        "flags": [flag for flag in ("avx512f", "avx512_bf16", "amx_bf16") if flag in flags],
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "python": platform.python_version(),
-        "versions": {name: found for name in names if (found := _version(name))},
-    }
+class Runner:
+    """A compiled training step of a Llama with its state and batch.
 
+    Attributes:
+      compile_seconds: What XLA took.
+    """
 
-def _version(name: str) -> str:
-    with contextlib.suppress(ModuleNotFoundError):
-        return version(name)
-    return ""
+    def __init__(self, model: dict[str, Any], keys: dict[str, Any], *, sampled: bool = False):
+        """Compiles the step.
 
+        Args:
+          model: One of `presets.PRESETS`.
+          keys: MaxText keys that are compared.
+          sampled: Takes the step that telemetry samples.
+        """
+        step = TrainStep(load(decoder_block="llama2", scan_layers=True, **model, **keys))
+        lowered = step.lower(sampled)
+        start = time.perf_counter()
+        self._compiled = lowered.compile()
+        self.compile_seconds = time.perf_counter() - start
+        self._state, self._batch = step.initial_state(), step.batch()
+        jax.block_until_ready((self._state, self._batch))
 
-def header(facts: dict[str, Any]) -> str:
-    """The facts of `machine` for people."""
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    devices = ", ".join(
-        f"{facts['devices'].count(kind)} x {kind}" for kind in dict.fromkeys(facts["devices"])
-    )
-    return "\n".join(
-        [
-            f"{devices}; {facts['cpu']}, {facts['cores']} cores, {' '.join(facts['flags']) or 'no AVX-512'}",
-            f"load average {' '.join(map(str, facts['load_average']))}",
-            f"python {facts['python']}, {versions}",
-        ]
-    )
+    def step(self) -> float:
+        """Seconds of one step."""
+        start = time.perf_counter()
+        self._state, self._metrics = self._compiled(self._state, self._batch)
+        jax.block_until_ready((self._state, self._metrics))
+        return time.perf_counter() - start
 
-
-def table(rows: list[tuple[str, ...]]) -> str:
-    """Rows of text in columns, the first row a heading, the first column to the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        first, *rest = (
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join((first, *rest)).rstrip())
-    return "\n".join(lines)
+    @property
+    def loss(self) -> float:
+        """The loss of the last step: that something was trained."""
+        return float(self._metrics["scalar"]["learning/loss"])

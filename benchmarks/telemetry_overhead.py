@@ -9,15 +9,13 @@ compared here, too), so its ratio shows the noise of the measurement. A sampled 
 time to write its file.
 """
 
-import argparse
-import json
-import statistics
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from emulation_overhead import PRESETS, Runner, interleave, ratios
-from maxtext_step import TrainStep, header, load, machine, table
+from maxtext_step import Runner, TrainStep, load
+from output import begin, finish, parse, parser, table
+from presets import PRESETS
+from rounds import cell, interleave, ratios, spread
 
 _RECIPES = ("paper", "all_layers")
 _EVERY = 100
@@ -30,16 +28,13 @@ def _keys(recipe: str, telemetry: bool) -> dict[str, Any]:
     return {"quantization": "nvfp4", "nvfp4": section}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", choices=PRESETS, default="cpu")
-    parser.add_argument("--recipe", choices=_RECIPES, default="paper")
-    parser.add_argument("--rounds", type=int, default=11, metavar="N")
-    parser.add_argument("--warmup", type=int, default=1, metavar="N", help="rounds that are not counted")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result as JSON")
-    arguments = parser.parse_args()
-    facts, model = machine(), PRESETS[arguments.preset]
-    print(header(facts))
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser(__file__, __doc__, rounds=11)
+    options.add_argument("--preset", choices=PRESETS, default="cpu")
+    options.add_argument("--recipe", choices=_RECIPES, default="paper")
+    arguments = parse(options, argv)
+    facts, preset = begin(), "tiny" if arguments.quick else arguments.preset
+    model = PRESETS[preset]
 
     plain, with_telemetry = (_keys(arguments.recipe, telemetry) for telemetry in (False, True))
     texts = {
@@ -51,38 +46,43 @@ def main() -> None:
         "between": Runner(model, with_telemetry),
         "sampled": Runner(model, with_telemetry, sampled=True),
     }
-    times = interleave(runners, arguments.rounds, arguments.warmup)
-    over = {name: ratios(spent, times["off"]) for name, spent in times.items()}
+    times = interleave({name: runner.step for name, runner in runners.items()}, arguments.rounds)
+    steps = {
+        name: {
+            "seconds": spread(spent),
+            "over_off": ratios(spent, times["off"]),
+            "compile_seconds": runners[name].compile_seconds,
+            "loss": runners[name].loss,
+            "all_seconds": spent,
+        }
+        for name, spent in times.items()
+    }
     rows = [("step", "ms", "over off (min to max)", "compiled in s", "loss")]
     rows += [
         (
             name,
-            f"{1e3 * statistics.median(spent):.1f}",
-            f"{over[name]['median']:.3f} ({over[name]['min']:.3f} to {over[name]['max']:.3f})",
-            f"{runners[name].compile_seconds:.1f}",
-            f"{runners[name].loss:.6f}",
+            f"{1e3 * step['seconds']['median']:.1f}",
+            cell(step["over_off"], 3),
+            f"{step['compile_seconds']:.1f}",
+            f"{step['loss']:.6f}",
         )
-        for name, spent in times.items()
+        for name, step in steps.items()
     ]
     same = len(texts) == 1
-    average = 1 + (over["sampled"]["median"] - 1) / _EVERY
-    print(f"preset {arguments.preset}, recipe {arguments.recipe}, {arguments.rounds} rounds\n\n{table(rows)}")
+    average = 1 + (steps["sampled"]["over_off"]["median"] - 1) / _EVERY
+    print(f"preset {preset}, recipe {arguments.recipe}, {arguments.rounds} rounds\n\n{table(rows)}")
     print(
         f"\nthe program between samples is {'the same text' if same else 'ANOTHER TEXT'} as without telemetry"
     )
     print(f"a run that samples every {_EVERY} steps: {average:.4f}")
-    if arguments.json:
-        result = {
-            "command": sys.argv,
-            "machine": {**facts, "load_average_after": machine()["load_average"]},
-            "model": model,
-            "recipe": arguments.recipe,
-            "rounds": arguments.rounds,
-            "same_program_between_samples": same,
-            "over_off": over,
-            "all_seconds": times,
-        }
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    result = {
+        "model": model,
+        "recipe": arguments.recipe,
+        "every": _EVERY,
+        "same_program_between_samples": same,
+        "steps": steps,
+    }
+    finish(arguments, facts, result)
 
 
 if __name__ == "__main__":
