@@ -164,10 +164,11 @@ def page(folder: Path) -> str:
 def _circumstances(result: Result) -> str:
     facts = result["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    loads = f"{facts['load_average'][0]} before and {facts['load_average_after'][0]} after"
+    loads = [facts[key][0] for key in ("load_average", "load_average_after") if key in facts]
     return (
         f"`python {shlex.join(result['command'])}`, {result['rounds']} rounds, on {len(facts['devices'])} x "
-        f"{facts['devices'][0]}; {facts['cpu']}, {facts['cores']} cores, {' '.join(facts['flags'])}; load average {loads}; "
+        f"{facts['devices'][0]}; {facts['cpu']}, {facts['cores']} cores, {' '.join(facts['flags'])}; load average "
+        f"{' to '.join(map(str, loads))}; "
         f"{versions}."
     )
 
