@@ -13,7 +13,7 @@ Programs: stock in BF16; stock with dtype=float32; this plugin's backends `emula
 `all_layers` so that no layer is spared; and MaxText's own emulation of FP4 through Qwix (quantization=fp4,
 use_qwix_quantization=true), which has one scale per channel, no transform and no stochastic rounding.
 
-A BF16 step is a fair yardstick only where the hardware multiplies BF16 well. On CPUs with AMX, XLA's fast path
+A BF16 step is a fair yardstick only where the hardware multiplies BF16 well. On CPUs with AMX or AVX-512 BF16, XLA's fast path
 needs the contracted axis last; stock's weight gradients contract the first and fall off it, so float32 may be
 the faster of the two.
 """
