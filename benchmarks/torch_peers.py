@@ -9,12 +9,14 @@ installed, their versions and their cases. Then it answers each line on its inpu
     store PEER CASE      how many matrices it wrote to FOLDER, as PEER.CASE.0.npz, ...: codes and scales as in
                          `quantize_cases.Stored`
 
-`--compile` adds each peer once more, by torch.compile; the first call of a case compiles it.
+`--compile` adds each peer once more, by torch.compile, where there is a C++ compiler; the first call of a case compiles it.
 """
 
 import argparse
 import importlib
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -101,7 +103,7 @@ def main() -> None:
     options.add_argument("folder", type=Path)
     options.add_argument("--compile", action="store_true")
     arguments = options.parse_args()
-    peers, versions = find(arguments.compile)
+    peers, versions = find(arguments.compile and shutil.which(os.environ.get("CXX", "g++")) is not None)
     bits = np.load(arguments.folder / "x.npy")
     x = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     cases = {peer: list(quantizers) for peer, quantizers in peers.items()}

@@ -70,19 +70,24 @@ def round_e4m3(x: Array) -> Array:
 
 
 def store_e2m1(codes: Array) -> Array:
-    """Converts float32 values on the E2M1 grid to float4_e2m1fn: the bits of `codes.astype`, NaN to -0 included.
-
-    XLA's own conversion on CPUs takes ten times as long as all of the quantization before it.
-    """
+    """Converts float32 values on the E2M1 grid to float4_e2m1fn: the bits of `codes.astype`, NaN to -0 included."""
     if codes.shape[-1] % 2:
         return codes.astype(jnp.float4_e2m1fn)
+    # XLA's own conversion on CPUs takes ten times as long as all of the quantization before it.
+    return lax.platform_dependent(
+        codes, cpu=_pack_e2m1, default=lambda codes: codes.astype(jnp.float4_e2m1fn)
+    )
+
+
+def _pack_e2m1(codes: Array) -> Array:
+    """`store_e2m1` by integer arithmetic, for an even number of columns."""
     bits = lax.bitcast_convert_type(codes, jnp.uint32)
-    # The exponent and the highest bit of the mantissa number the grid: 252 is 0.5, 254 is 1, 255 is 1.5, ..., 259 is 6.
+    # Exponent and highest bit of the mantissa number the grid: 252 is 0.5, 254 is 1, 255 is 1.5, ..., 259 is 6.
     place = (bits >> 22) & jnp.uint32(0x1FF)
     magnitude = jnp.where(place >= 254, place - 252, (place == 252).astype(jnp.uint32))
     nibbles = jnp.where(jnp.isnan(codes), 8, ((bits >> 28) & 8) | magnitude).astype(jnp.uint8)
-    # Two codes lie in a byte, the first one lower. The barriers keep the gathering of neighbours out of the loops before
-    # and after it, which would not be vectorized with it.
+    # Two codes lie in a byte, the first one lower. The barriers keep the gathering of neighbours out of the loops
+    # before and after it, which would not be vectorized with it.
     pairs = lax.optimization_barrier(nibbles).reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
     words = lax.bitcast_convert_type(pairs, jnp.uint16)
     packed = lax.optimization_barrier((words | (words >> 4)).astype(jnp.uint8))

@@ -204,3 +204,17 @@ def test_stochastic_saturates():
     x = np.array([6, 6.0000005, 6.4, 100, oracle.FLT_MAX, np.inf], np.float32)
     x, u = (a.ravel() for a in np.meshgrid(np.concatenate([x, -x]), UNIFORM))
     assert_same_bits(formats.round_e2m1_stochastic(x, u), np.copysign(np.float32(6), x))
+
+
+@pytest.mark.parametrize("columns", [2, 15, 18])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+def test_storing_gives_the_bits_of_a_cast(columns, transform):
+    """Every code beside every code in a byte, zeros of both signs and NaN too, with even and odd row lengths."""
+    grid = np.concatenate([E2M1, -E2M1, [np.float32(np.nan), np.float32(-np.nan)]])
+    pairs = np.array(list(itertools.product(grid, grid)), np.float32)
+    x = np.resize(pairs, (-(-pairs.size // columns), columns))
+    stored = transform(formats.store_e2m1)(jnp.asarray(x))
+    assert stored.shape == x.shape
+    assert stored.dtype == jnp.float4_e2m1fn
+    want = oracle.code_bits(jnp.asarray(x).astype(jnp.float4_e2m1fn))
+    np.testing.assert_array_equal(oracle.code_bits(stored), want)

@@ -453,3 +453,38 @@ def test_the_stand_in_for_the_driver_has_the_six_functions(tmp_path: Path) -> No
         )
         loaded = ctypes.CDLL(str(library))
         assert {getattr(loaded, name)() for name in names} == {100}
+
+
+def bench(copy: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Runs bench.sh with a Python that only notes what it is asked; returns the calls of benchmarks, too."""
+    executable(copy / "bin" / "python3.12", PYTHON_312 + 'echo "$*" >> "$ROOT/python.log"\n')
+    done = bash(copy, f"{copy}/scripts/bench.sh", *arguments)
+    log = copy / "python.log"
+    calls = log.read_text().splitlines() if log.exists() else []
+    return done, [call for call in calls if call.startswith("benchmarks/")]
+
+
+def test_bench_runs_every_benchmark_then_writes_the_page(copy: Path) -> None:
+    done, calls = bench(copy)
+    assert done.returncode == 0, done.stderr
+    *benchmarks, page = calls
+    assert page == "benchmarks/results_page.py"
+    text = (ROOT / "benchmarks" / "results_page.py").read_text()
+    sections = re.findall(r'^    "(\w+)": \("', text, re.M)
+    assert benchmarks == [
+        f"benchmarks/{name}.py --json benchmarks/results/{name}_cpu.json" for name in sections
+    ]
+
+
+def test_bench_passes_options_on_and_leaves_the_page_alone_when_quick(copy: Path) -> None:
+    done, calls = bench(copy, "--quick", "--label", "x", "startup_time", "--", "--programs", "stock")
+    assert done.returncode == 0, done.stderr
+    out = "runs/benchmarks/startup_time_x.json"
+    assert calls == [f"benchmarks/startup_time.py --quick --programs stock --json {out}"]
+
+
+def test_bench_knows_its_benchmarks(copy: Path) -> None:
+    done, calls = bench(copy, "startup")
+    assert done.returncode == 1
+    assert "startup: no such benchmark; there are quantize_throughput" in done.stderr
+    assert not calls
