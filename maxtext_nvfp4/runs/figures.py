@@ -109,7 +109,7 @@ def _gap(tag: str, what: str) -> Draw:
 
 def _final_gap(axes: Axes, comparison: Comparison) -> None:
     gaps = [(color, group.label, group.gap_eval_percent) for color, group in _colored(comparison)]
-    names = []
+    names: list[str] = []
     for color, label, gap in gaps:
         if gap is not None:
             place = -len(names)
