@@ -100,7 +100,7 @@ def _gap(tag: str, what: str) -> Draw:
                 gaps.append(percent)
         if gaps:
             axes.axhline(0, color=_COLORS[0], linewidth=1)
-            _zoom(axes, gaps, zero=True)
+            _zoom(axes, gaps, gap=True)
         axes.set_ylabel(f"{what} loss above {base.label}, %")
         _tokens(axes)
 
@@ -215,13 +215,14 @@ def _line(axes: Axes, line: Line, color: str, label: str, **style: Any) -> None:
     axes.plot(line.tokens / 1e6, line.mean, color=color, label=label, linewidth=1.4, **style)
 
 
-def _zoom(axes: Axes, lines: list[Line], *, zero: bool = False) -> None:
-    """Shows what follows the first tenth, where every run falls from the same height."""
-    later = np.concatenate([line.mean[len(line.mean) // 10 :] for line in lines])
+def _zoom(axes: Axes, lines: list[Line], *, gap: bool = False) -> None:
+    """Shows what follows the first tenth, where every run falls from the same height; of gaps the bands and zero too."""
+    ends = [line.mean + side * np.nan_to_num(line.half) * gap for line in lines for side in (-1, 1)]
+    later = np.concatenate([end[len(end) // 10 :] for end in ends])
     values = later[np.isfinite(later)]
     if len(values):
-        low, high = (min(values.min(), 0), max(values.max(), 0)) if zero else (values.min(), values.max())
-        margin = (0.5 if zero else 0.05) * (high - low) or 0.05
+        low, high = (min(values.min(), 0), max(values.max(), 0)) if gap else (values.min(), values.max())
+        margin = 0.05 * (high - low) or 0.05
         axes.set_ylim(low - margin, high + margin)
 
 
