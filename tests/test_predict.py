@@ -384,7 +384,7 @@ def test_text_says_what_and_how_sure(command):
         ),
         (
             ["llama3-8b.yml", "--hardware", "gb200", "--gpus", "76"],
-            "--gpus: got 76: 19 nodes need 2 racks, and do not divide into them equally, as JAX demands; write 72 or 80",
+            "--gpus: got 76: 19 nodes do not divide into 2 NVLink domains equally, as JAX demands; write 72 or 80",
         ),
     ],
 )
@@ -392,6 +392,35 @@ def test_refusals(command, words, says):
     status, out, err = command(*words)
     assert (status, out) == (2, "")
     assert says in err
+
+
+def test_a_count_that_is_far_too_large_is_refused_at_once(command):
+    status, _, err = command("llama3-8b.yml", "--hardware", "gb200", "--gpus", "99999")
+    assert status == 2
+    assert "--gpus: got 99999: a node of GB200 has 4; write " in err
+
+
+def test_refusals_of_the_mesh_speak_of_gpus(command):
+    status, _, err = command("llama3.1-70b.yml", "--hardware", "gb200", "--gpus", "72")
+    assert status == 2
+    assert "write --gpus 64, or ici_fsdp_parallelism=8 ici_data_parallelism=9" in err
+
+
+def test_part_of_a_sequence_is_refused(command):
+    words = ("per_device_batch_size=0.5", "--hardware", "gb200", "--gpus", "8")
+    status, _, err = command("llama3-8b.yml", *words)
+    assert status == 2
+    assert "per_device_batch_size: got 0.5: the devices that share sequences would have 0.5" in err
+    assert "write a multiple of 1\n" in err
+    both = told(command, "llama3-8b.yml", "ici_tensor_parallelism=2", *words, "--precision", "nvfp4")
+    assert both["tokens_per_gpu"] == 4096
+
+
+def test_advice_on_the_batch_is_of_a_microbatch():
+    found = run("llama3-8b", "gb200", "nvfp4")
+    step = dataclasses.replace(found.workload, sequences=1.0, microbatches=4, remat=named("full"))
+    changes = {advice.change for advice in advise(predict(step, hardware("gb200"), "nvfp4"))}
+    assert {change for change in changes if "batch" in change} == {"per_device_batch_size=2"}
 
 
 def test_a_config_without_a_recipe(command, tmp_path):

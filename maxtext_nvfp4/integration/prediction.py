@@ -1,9 +1,11 @@
 """Predicts a MaxText config on hardware that need not be there."""
 
+import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from maxtext_nvfp4.doctor.cluster import Cluster
+from maxtext_nvfp4.doctor.cluster import Cluster, MeshPlan
 from maxtext_nvfp4.doctor.targets import TARGETS
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.integration import cluster_mesh, cluster_model
@@ -42,7 +44,7 @@ def report(argv: Sequence[str], name: str, gpus: int, precisions: Sequence[Forma
     if not str(raw["hardware"]).startswith("gpu"):
         argv = [*argv, "hardware=gpu_multiprocess"]
         raw = cluster_mesh.checked_keys(argv)
-    mesh = cluster_model.plan(argv, cluster)
+    mesh = _mesh(argv, cluster)
     config = cluster_model.load_for(argv, raw, mesh)
     workload = _workload(config, wanted="nvfp4" in precisions)
     gpu = hardware(name)
@@ -72,15 +74,28 @@ def _cluster(name: str, gpus: int) -> Cluster:
     def of(nodes: int) -> Cluster:
         return Cluster(nodes=nodes, gpus_per_node=per_node, rack_gpus=target.domain)
 
+    def alike(nodes: int) -> bool:
+        return nodes % of(nodes).racks == 0
+
     nodes, rest = divmod(gpus, per_node)
-    fault = of(nodes).fault()
-    if not rest and not fault:
+    if not rest and alike(nodes):
         return of(nodes)
-    why = f"a node of {name.upper()} has {per_node}" if rest else fault[0] if fault else ""
-    near = [count for count in range(1, 2 * nodes + 2) if of(count).fault() is None]
-    below = max(count for count in near if count <= nodes)
-    above = min(count for count in near if count > nodes)
+    why = f"a node of {name.upper()} has {per_node}"
+    if not rest:
+        why = f"{nodes} nodes do not divide into {of(nodes).racks} NVLink domains equally, as JAX demands"
+    below = next(count for count in range(nodes if rest else nodes - 1, 0, -1) if alike(count))
+    above = next(count for count in itertools.count(nodes + 1) if alike(count))
     raise ConfigError(problem("--gpus", gpus, why, f"{below * per_node} or {above * per_node}"))
+
+
+def _mesh(argv: Sequence[str], cluster: Cluster) -> MeshPlan:
+    """The mesh that `mesh` derives; its refusals speak of nodes, which are counted in GPUs here."""
+    try:
+        return cluster_model.plan(argv, cluster)
+    except ConfigError as error:
+        per_node = cluster.gpus_per_node
+        in_gpus = re.sub(r"--nodes (\d+)", lambda found: f"--gpus {int(found[1]) * per_node}", str(error))
+        raise ConfigError(in_gpus) from None
 
 
 def _workload(config: Any, *, wanted: bool) -> Workload:

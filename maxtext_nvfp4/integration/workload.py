@@ -56,6 +56,10 @@ def workload_of(config: Any, model: nnx.Module, plans: Sequence[SitePlan] | None
     microbatches = config.num_pipeline_microbatches if pipelined else config.gradient_accumulation_steps
     sharing = layout.tensor * layout.context * layout.pipeline
     sequences = config.per_device_batch_size * sharing / (microbatches if pipelined else 1)
+    if sequences % 1:
+        given, least = config.per_device_batch_size, (microbatches if pipelined else 1) / sharing
+        why = f"the devices that share sequences would have {sequences:g} of them"
+        raise ConfigError(problem("per_device_batch_size", given, why, f"a multiple of {least:g}"))
     workload = Workload(
         linears=linears,
         layers=config.num_decoder_layers,

@@ -56,7 +56,7 @@ def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
         if quantized:
             yield (
                 "nvfp4.recipe=all_layers",
-                "no layer in BF16; the paper's models need some",
+                "every linear layer in 4 bits, and no rules or layer counts beside it; the paper's models need some in BF16",
                 everywhere,
             )
     for policy in POLICIES:
@@ -66,7 +66,9 @@ def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
                 "keeps other tensors for the backward pass",
                 replace(workload, remat=named(policy)),
             )
+    # What MaxText calls a device's batch is a microbatch, except in a pipeline.
     batch = workload.tokens_per_device / workload.sequence
+    batch /= workload.microbatches if layout.pipeline == 1 else 1
     for factor, why in ((2, "larger GEMMs, fewer gathers for each token"), (0.5, "smaller activations")):
         yield (
             f"per_device_batch_size={batch * factor:g}",
