@@ -6,12 +6,14 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from maxtext_step import TrainStep, load
 
+from maxtext_nvfp4 import backends
 from maxtext_nvfp4.integration.attach import resolve
 from maxtext_nvfp4.integration.cluster_model import abstract_model
 from maxtext_nvfp4.integration.config import enabled, recipe_of
@@ -88,7 +90,8 @@ def predicted_and_counted(keys):
     config = load(**{**SIZES, **keys})
     model = abstract_model(config)
     plans = resolve(model, config, recipe_of(config)).plans if enabled(config) else None
-    found = memory(workload_of(config, model, plans), CPU)
+    size = np.dtype(backends.create("emulated", "cpu").operand_dtype).itemsize
+    found = memory(workload_of(config, model, plans), dataclasses.replace(CPU, emulated_bytes=size))
     count = TrainStep(config).lower().compile().memory_analysis()
     state = found.parameters + found.optimizer
     # The state is given up as an argument and returned in its place, and so is there once.

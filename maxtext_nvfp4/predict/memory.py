@@ -33,7 +33,8 @@ class Backend:
     """What a compiler and its kernels do with memory.
 
     Attributes:
-      codes: Whether 4- and 8-bit operands are held as codes. Otherwise they are emulated, as float32.
+      codes: Whether 4- and 8-bit operands are held as codes. Otherwise they are emulated.
+      emulated_bytes: Of an emulated element: of float32, or of bfloat16 where the CPU multiplies that.
       reduce_scatter: Whether summing gradients over devices leaves each its shard. Otherwise each holds whole sums,
         outside of loops until the last of them.
       scan_copies: Copies of all layers' weights that a scan over them needs. MaxText stacks them along the second
@@ -44,6 +45,7 @@ class Backend:
     """
 
     codes: bool = True
+    emulated_bytes: int = _FLOAT32
     reduce_scatter: bool = True
     scan_copies: int = 0
     gathered_layers: int = 2
@@ -302,12 +304,12 @@ def _workspace(workload: Workload, backend: Backend) -> float:
     # Scores and probabilities, and both in float32 on the way through softmax; gradients of the MLP's input layers
     # that wait for wgrad.
     softmax = 2 * scores * (size + _FLOAT32) + inputs * hidden * size
-    emulated = 0.0 if backend.codes else _emulated(workload)
+    emulated = 0.0 if backend.codes else _emulated(workload, backend)
     return stream + attention + max(mlp, softmax) + emulated
 
 
-def _emulated(workload: Workload) -> float:
-    """Bytes of the float32 operands that an emulated 4-bit wgrad multiplies.
+def _emulated(workload: Workload, backend: Backend) -> float:
+    """Bytes of the operands that an emulated 4-bit wgrad multiplies.
 
     Where layers differ in their formats a scan branches for each GEMM, and one is computed at a time. Otherwise
     nothing keeps the compiler from quantizing every layer's activation before it needs it.
@@ -316,5 +318,5 @@ def _emulated(workload: Workload) -> float:
         linear for linear in workload.linears if any(formats[2] != "bf16" for formats in linear.formats)
     ]
     if workload.scanned and any(len(linear.formats) > 1 for linear in quantized):
-        return max(_FLOAT32 * _elements(workload, linear.k + linear.n) for linear in quantized)
-    return sum(_FLOAT32 * _elements(workload, linear.k) for linear in quantized)
+        return max(backend.emulated_bytes * _elements(workload, linear.k + linear.n) for linear in quantized)
+    return sum(backend.emulated_bytes * _elements(workload, linear.k) for linear in quantized)
