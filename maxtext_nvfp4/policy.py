@@ -41,7 +41,7 @@ def resolve(recipe: Recipe, sites: Sequence[Site], num_layers: int) -> tuple[Sit
 
     Raises:
       ConfigError: The layer counts or the preset leave nothing to quantize, or a key or rule of the user's
-        has no effect.
+        has no effect, or telemetry is asked of layers that the model does not have.
     """
     first, last = (
         _whole_layers(recipe, key, num_layers) for key in ("bf16_first_layers", "bf16_last_layers")
@@ -59,6 +59,7 @@ def resolve(recipe: Recipe, sites: Sequence[Site], num_layers: int) -> tuple[Sit
     problems = [
         *_count_problems(recipe, decisions, edges, num_layers),
         *_rule_problems(recipe, sites, decisions, num_layers),
+        *_telemetry_problems(recipe, num_layers),
     ]
     plans = tuple(_site_plan(recipe, site, decisions, edges) for site in sites)
     if not problems and decisions and not any(plan.quantized for plan in plans):
@@ -211,6 +212,15 @@ def _scope_problems(recipe: Recipe) -> Iterator[str]:
     if not _own_rules(recipe) and (asks_for_4_bit or not spares_all):
         why = "no module of this model is in its scope, so nothing would be 4-bit"
         yield problem("nvfp4.recipe", recipe.recipe, why, "another preset such as paper, or recipe: bf16")
+
+
+def _telemetry_problems(recipe: Recipe, num_layers: int) -> Iterator[str]:
+    """Layers to measure that the model does not have. One that is in BF16 may be named: twins differ in those."""
+    layers = recipe.telemetry.layers if recipe.telemetry else None
+    if layers and layers[1] >= num_layers:
+        given = f"{layers[0]}..{layers[1]}" if layers[0] != layers[1] else layers[0]
+        why = f"the model has {num_layers} decoder layers"
+        yield problem("nvfp4.telemetry.layers", given, why, f"0..{num_layers - 1}, or a part of it, or all")
 
 
 def _rule_problems(

@@ -653,3 +653,15 @@ def test_fractions_are_rounded_up_exactly(fraction, num_layers):
         assert "would stay in BF16" in refusal({"bf16_last_layers": thousandths / 1000}, sites, num_layers)
     else:
         assert four_bit_layers(resolve(recipe, sites, num_layers)[0]) == set(range(num_layers - exact))
+
+
+@pytest.mark.parametrize(("layers", "shown"), [("3..32", "3..32"), (32, "32"), ("40..50", "40..50")])
+def test_telemetry_of_layers_that_are_not_there_is_refused(layers, shown):
+    says = f"nvfp4.telemetry.layers: got {shown}: the model has 32 decoder layers; write 0..31, or a part of it, or all"
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        resolve(load_recipe({"telemetry": {"layers": layers}}), dense(), 32)
+
+
+@pytest.mark.parametrize("layers", ["0..31", 31, "all"])
+def test_telemetry_of_layers_that_are_there_is_not(layers):
+    resolve(load_recipe({"telemetry": {"layers": layers}}), dense(), 32)
