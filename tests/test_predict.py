@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -19,7 +20,7 @@ from maxtext_nvfp4.predict.measurements import Run, measurements, speed_ups
 from maxtext_nvfp4.predict.prediction import predict
 from maxtext_nvfp4.predict.remat import POLICIES, named
 from maxtext_nvfp4.predict.step import step
-from maxtext_nvfp4.predict.workload import Layout
+from maxtext_nvfp4.predict.workload import Format, Layout
 
 ROOT = Path(__file__).parents[1]
 FOUR, BF16 = ("nvfp4",) * 3, ("bf16",) * 3
@@ -223,8 +224,10 @@ def test_a_pipeline_waits():
 def test_unfused_attention_moves_its_scores():
     workload = run("llama3-8b", "gb200", "nvfp4").workload
     fused, not_ = timed(workload), timed(dataclasses.replace(workload, fused_attention=False))
-    scores = 32 * 32768 * 8192 * 32
+    scores = 32 * 32768 * 8192 * 32  # of all layers and heads, the whole square
     assert not_.attention - fused.attention > 12 * scores * 2 / 0.5e12 > 0
+    flops, traffic = 6 * 2 * 128 * scores, 12 * scores * 2
+    assert not_.attention == pytest.approx(flops / 0.5e12 + scores / 1e10 + traffic / 0.5e12)
     assert not_.gemms == fused.gemms
 
 
@@ -237,6 +240,8 @@ def test_the_parts_are_the_step():
 
 
 def test_hardware_is_what_doctor_knows():
+    assert set(cli._HARDWARE) == set(names())
+    assert set(cli._PRECISIONS) == set(get_args(Format))
     assert set(names()) == set(TARGETS) == set(calibration().clock)
     for name in names():
         assert hardware(name).peak("nvfp4") > hardware(name).peak("mxfp8") > hardware(name).peak("bf16")

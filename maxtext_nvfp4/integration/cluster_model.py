@@ -1,8 +1,8 @@
 """A config's model on a cluster's mesh, in shapes, on a machine that need not have the devices."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -16,12 +16,30 @@ from maxtext_nvfp4.integration.config_files import chosen_keys
 from maxtext_nvfp4.integration.extents import mesh_sizes
 
 
+class Planned(NamedTuple):
+    """A mesh, the config on it, and its model in shapes."""
+
+    mesh: MeshPlan
+    config: Any
+    model: nnx.Module
+
+
+def _nodes(count: int) -> str:
+    return f"--nodes {count}"
+
+
 def plan(argv: Sequence[str], cluster: Cluster) -> MeshPlan:
-    """The mesh of a config on a cluster.
+    """The mesh of a config on a cluster; see `planned`."""
+    return planned(argv, cluster).mesh
+
+
+def planned(argv: Sequence[str], cluster: Cluster, machines: Callable[[int], str] = _nodes) -> Planned:
+    """The mesh of a config on a cluster, and what it was tried with.
 
     Args:
       argv: Program name, YAML file, then `key=value` arguments.
       cluster: The cluster.
+      machines: How a user asks for so many nodes.
 
     Raises:
       ConfigError: Anything wrong in the config, or a choice that fits neither the cluster nor the model.
@@ -29,9 +47,11 @@ def plan(argv: Sequence[str], cluster: Cluster) -> MeshPlan:
     raw = cluster_mesh.checked_keys(argv)
     mesh = derive(cluster, cluster_mesh.parallelism(raw, "ici"), cluster_mesh.parallelism(raw, "dcn"))
     assert not cluster_mesh.fault(cluster, mesh.ici, mesh.dcn), "MaxText refuses what was derived"
-    if fault := undivided(abstract_model(load_for(argv, raw, mesh)), mesh):
+    config = load_for(argv, raw, mesh)
+    model = abstract_model(config)
+    if fault := undivided(model, mesh, machines):
         raise ConfigError(f"{fault[0]}; write {fault[1]}")
-    return mesh
+    return Planned(mesh, config, model)
 
 
 def load_for(argv: Sequence[str], raw: Mapping[str, Any], mesh: MeshPlan | None) -> Any:
@@ -70,7 +90,9 @@ def abstract_model(config: Any) -> nnx.Module:
     return model
 
 
-def undivided(model: nnx.Module, mesh: MeshPlan) -> tuple[str, str] | None:
+def undivided(
+    model: nnx.Module, mesh: MeshPlan, machines: Callable[[int], str] = _nodes
+) -> tuple[str, str] | None:
     """Which parameter of an abstract model its mesh does not divide, and what to write; None if it divides all."""
     found, largest = "", 0
     fsdp = mesh.ici.get("fsdp", 1)
@@ -87,10 +109,10 @@ def undivided(model: nnx.Module, mesh: MeshPlan) -> tuple[str, str] | None:
             if "fsdp" in names:
                 others = parts // fsdp
                 largest = math.gcd(largest, size // others if size % others == 0 else 1)
-    return (found, _divides(mesh, largest)) if found else None
+    return (found, _divides(mesh, largest, machines)) if found else None
 
 
-def _divides(mesh: MeshPlan, largest: int) -> str:
+def _divides(mesh: MeshPlan, largest: int, machines: Callable[[int], str]) -> str:
     """What to write where FSDP, which alone is filled in without being asked for, must divide `largest`."""
     fsdp, per_node = mesh.ici.get("fsdp", 1), mesh.cluster.gpus_per_node
     less = math.gcd(fsdp, largest)
@@ -104,4 +126,4 @@ def _divides(mesh: MeshPlan, largest: int) -> str:
         if largest % (count * per_node) == 0
     )
     nodes = next(fit, 0) if fsdp == mesh.cluster.per_rack else 0
-    return f"--nodes {nodes * mesh.cluster.racks}, or {split}" if nodes else split
+    return f"{machines(nodes * mesh.cluster.racks)}, or {split}" if nodes else split

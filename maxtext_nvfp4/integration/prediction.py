@@ -1,11 +1,12 @@
 """Predicts a MaxText config on hardware that need not be there."""
 
 import itertools
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from maxtext_nvfp4.doctor.cluster import Cluster, MeshPlan
+from flax import nnx
+
+from maxtext_nvfp4.doctor.cluster import Cluster
 from maxtext_nvfp4.doctor.targets import TARGETS
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.integration import cluster_mesh, cluster_model
@@ -40,13 +41,10 @@ def report(argv: Sequence[str], name: str, gpus: int, precisions: Sequence[Forma
       ConfigError: Anything that a run would refuse, or that nothing is predicted for.
     """
     cluster = _cluster(name, gpus)
-    raw = cluster_mesh.checked_keys(argv)
-    if not str(raw["hardware"]).startswith("gpu"):
+    if not str(cluster_mesh.checked_keys(argv)["hardware"]).startswith("gpu"):
         argv = [*argv, "hardware=gpu_multiprocess"]
-        raw = cluster_mesh.checked_keys(argv)
-    mesh = _mesh(argv, cluster)
-    config = cluster_model.load_for(argv, raw, mesh)
-    workload = _workload(config, wanted="nvfp4" in precisions)
+    planned = cluster_model.planned(argv, cluster, lambda nodes: f"--gpus {nodes * cluster.gpus_per_node}")
+    workload = _workload(planned.config, planned.model, wanted="nvfp4" in precisions)
     gpu = hardware(name)
     found = {
         precision: predict(
@@ -57,8 +55,8 @@ def report(argv: Sequence[str], name: str, gpus: int, precisions: Sequence[Forma
     return Report(
         hardware=name,
         gpus=gpus,
-        parallelism=mesh.settings(),
-        changed=mesh.changed,
+        parallelism=planned.mesh.settings(),
+        changed=planned.mesh.changed,
         predictions=[found[precision] for precision in precisions],
         baselines={precision: found[precision] for precision in _BASELINES},
         advice=advise(found[precisions[0]]),
@@ -88,17 +86,7 @@ def _cluster(name: str, gpus: int) -> Cluster:
     raise ConfigError(problem("--gpus", gpus, why, f"{below * per_node} or {above * per_node}"))
 
 
-def _mesh(argv: Sequence[str], cluster: Cluster) -> MeshPlan:
-    """The mesh that `mesh` derives; its refusals speak of nodes, which are counted in GPUs here."""
-    try:
-        return cluster_model.plan(argv, cluster)
-    except ConfigError as error:
-        per_node = cluster.gpus_per_node
-        in_gpus = re.sub(r"--nodes (\d+)", lambda found: f"--gpus {int(found[1]) * per_node}", str(error))
-        raise ConfigError(in_gpus) from None
-
-
-def _workload(config: Any, *, wanted: bool) -> Workload:
+def _workload(config: Any, model: nnx.Module, *, wanted: bool) -> Workload:
     if wanted and not enabled(config):
         given = getattr(config.quantization, "value", config.quantization)
         why = "there is no NVFP4 recipe to predict"
@@ -106,6 +94,5 @@ def _workload(config: Any, *, wanted: bool) -> Workload:
             problem("quantization", given, why, f"quantization={MODE}, or --precision without nvfp4")
         )
     with raising_setup_errors(), for_another_machine():
-        model = cluster_model.abstract_model(config)
         plans = resolve(model, config, recipe_of(config)).plans if enabled(config) else None
         return workload_of(config, model, plans)

@@ -18,6 +18,7 @@ from maxtext_nvfp4.integration.switch_step import switch_step
 from maxtext_nvfp4.plan import GEMMS, GemmPlan, LayerPlan, OperandPlan
 from maxtext_nvfp4.recipe import Recipe, problem
 from maxtext_nvfp4.switch import SwitchShares, shares
+from maxtext_nvfp4.tables import aligned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,14 +88,10 @@ class Report:
             (row.path, row.layers, *(getattr(row.plan, gemm).precision for gemm in GEMMS), row.reason)
             for row in self.rows
         ]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
         lines = [
             f"recipe {self.recipe.recipe} ({self.recipe.fingerprint}), {self.backend}",
             "",
-            *(
-                "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-                for row in cells
-            ),
+            *aligned(cells),
             "",
         ]
         for gemm in GEMMS:

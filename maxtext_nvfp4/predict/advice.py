@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from maxtext_nvfp4.predict.prediction import Prediction, predict
+from maxtext_nvfp4.predict.prediction import GIB, Prediction, predict
 from maxtext_nvfp4.predict.remat import POLICIES, named
 from maxtext_nvfp4.predict.workload import Workload
 
@@ -33,7 +33,7 @@ class Advice:
             "change": self.change,
             "why": self.why,
             "gain": self.gain,
-            "memory_gib": self.prediction.memory.total / 2**30,
+            "memory_gib": self.prediction.memory.total / GIB,
         }
 
 
@@ -50,17 +50,16 @@ def advise(now: Prediction) -> list[Advice]:
 
 def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
     replace, layout = dataclasses.replace, workload.layout
-    if any(gemm == "bf16" for linear in workload.linears for formats in linear.formats for gemm in formats):
-        everywhere = workload.in_format("nvfp4")
-        quantized = any("nvfp4" in formats for linear in workload.linears for formats in linear.formats)
-        if quantized:
-            yield (
-                "nvfp4.recipe=all_layers",
-                "every linear layer in 4 bits, and no rules or layer counts beside it; the paper's models need some in BF16",
-                everywhere,
-            )
-    for policy in POLICIES:
-        if POLICIES[policy] != workload.remat.saved:
+    formats = {gemm for linear in workload.linears for choice in linear.formats for gemm in choice}
+    if {"nvfp4", "bf16"} <= formats:
+        yield (
+            "nvfp4.recipe=all_layers",
+            "every linear layer in 4 bits, and no rules or layer counts beside it; the paper's models need some in BF16",
+            workload.in_format("nvfp4"),
+        )
+    # Of policies that save the same one is named.
+    for saved, policy in {saved: policy for policy, saved in list(POLICIES.items())[::-1]}.items():
+        if saved != workload.remat.saved:
             yield (
                 f"remat_policy={policy}",
                 "keeps other tensors for the backward pass",

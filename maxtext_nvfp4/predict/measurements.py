@@ -3,6 +3,7 @@
 They are what the constants are fitted to and, the other half of them, judged by.
 """
 
+import abc
 import dataclasses
 import functools
 import itertools
@@ -24,7 +25,7 @@ _HEAD_SIZE = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Measurement(abc.ABC):
     """A published time.
 
     Attributes:
@@ -43,9 +44,9 @@ class Measurement:
     seconds: float
     fitted: bool
 
+    @abc.abstractmethod
     def predicted(self, calibration: Calibration) -> float:
         """Seconds that the constants give."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

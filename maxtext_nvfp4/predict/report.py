@@ -8,6 +8,7 @@ from maxtext_nvfp4.predict.advice import Advice
 from maxtext_nvfp4.predict.calibration import Accuracy
 from maxtext_nvfp4.predict.measurements import shortest
 from maxtext_nvfp4.predict.prediction import GIB, Prediction
+from maxtext_nvfp4.tables import aligned
 
 CONVENTION = (
     "MaxText's: 6 a token and weight of linear layers and head, attention causal (half the square), nothing for what "
@@ -80,14 +81,14 @@ class Report:
                 f"{self.gpus} x {self.hardware.upper()}, {mesh}, remat_policy={first.workload.remat.policy}, "
                 f"{first.workload.tokens_per_device:g} tokens a GPU",
                 "",
-                *_table(self._rates()),
+                *aligned(self._rates(), numbers=True),
                 "",
                 f"{first.precision}: where a step of {1e3 * first.time.seconds:.4g} ms goes",
-                *_table(_times(first)),
+                *aligned(_times(first), numbers=True),
                 "",
                 f"{first.precision}: what is in the {first.memory.total / GIB:.3g} GiB at the fullest moment "
                 f"({first.memory.moment})",
-                *_table(_sizes(first)),
+                *aligned(_sizes(first), numbers=True),
                 "",
                 *self._notes(),
             )
@@ -165,15 +166,4 @@ def _sizes(found: Prediction) -> list[tuple[str, ...]]:
         (name, f"{size / GIB:.3g} GiB", f"{size / found.memory.total:.1%}")
         for name, size in found.memory.to_json().items()
         if not isinstance(size, str) and size and name != "total"
-    ]
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
     ]

@@ -10,6 +10,7 @@ from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.runs import settings
 from maxtext_nvfp4.runs.compare import Comparison, Group, to_json
 from maxtext_nvfp4.runs.intervals import Interval
+from maxtext_nvfp4.tables import aligned
 
 _HEADER = (
     "runs",
@@ -61,11 +62,7 @@ def write_report(comparison: Comparison, out: Path) -> list[Path]:
 def to_text(comparison: Comparison) -> str:
     """The table, its columns aligned."""
     rows = [_HEADER, *map(_row, comparison.groups)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    return "\n".join((*lines, "", _summary(comparison), *_notes(comparison)))
+    return "\n".join((*aligned(rows), "", _summary(comparison), *_notes(comparison)))
 
 
 def _page(comparison: Comparison, drawn: list[tuple[str, str]]) -> str:
