@@ -83,8 +83,9 @@ def product_error(a: Array, b: Array, contract: tuple[int, int], product: Array)
       float32 scalar.
     """
     vectors = sketch_vectors(product.shape[1])
-    exact = _matmul(a, _matmul(b, vectors, 1 - contract[1]), contract[0])
-    error = _matmul(product, vectors, 1) - exact
+    # Signs are exact in any dtype, and in the matrix's own it need not be converted.
+    exact = _matmul(a, _matmul(b, vectors.astype(b.dtype), 1 - contract[1]), contract[0])
+    error = _matmul(product, vectors.astype(product.dtype), 1) - exact
     largest = jnp.max(jnp.abs(exact))
     unit = jnp.where(largest > 0, largest, 1.0)
     power = _mean((exact / unit) ** 2)
