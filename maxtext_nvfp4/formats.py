@@ -27,10 +27,15 @@ def _exp2_floor(x: Array) -> Array:
 
 
 def _e2m1_step(magnitude: Array) -> tuple[Array, Array]:
-    """Spacing of the E2M1 grid at a magnitude in [0, 6], and its reciprocal: 0.5, 1 or 2."""
-    step = jnp.where(magnitude < 2.0, 0.5, jnp.where(magnitude < 4.0, 1.0, 2.0))
-    inverse = jnp.where(magnitude < 2.0, 2.0, jnp.where(magnitude < 4.0, 1.0, 0.5))
-    return step.astype(jnp.float32), inverse.astype(jnp.float32)
+    """Spacing of the E2M1 grid at a magnitude in [0, 6], and its reciprocal: 0.5, 1 or 2.
+
+    By exponent bits, not by selects: a scan over layers keeps the constants of a select as arrays of the operand's size.
+    """
+    # The binade 1, 2 or 4; a bias of 127 and 23 bits of mantissa make its half and two over it differences of bits.
+    binade = lax.bitcast_convert_type(jnp.maximum(magnitude, 1.0), jnp.uint32) & jnp.uint32(0x7F80_0000)
+    step = lax.bitcast_convert_type(binade - jnp.uint32(0x0080_0000), jnp.float32)
+    inverse = lax.bitcast_convert_type(jnp.uint32(0x7F80_0000) - binade, jnp.float32)
+    return step, inverse
 
 
 def round_e2m1(x: Array) -> Array:

@@ -7,6 +7,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from jax import lax
 from jax import numpy as jnp
 
 from maxtext_nvfp4 import backends, dequantize, dot_general, policy, quantize, random_hadamard
@@ -405,3 +406,39 @@ def test_operand_plans_reach_the_right_operand():
     for backend in COMPOSED:
         got = results(routine_of(odd, backend=backend), layout, x, w, dy)
         assert_all(odd, layout, jnp.float32, got, x, w, dy)
+
+
+def test_a_scan_over_layers_keeps_no_constants_of_an_operands_size():
+    """A scan takes what its iterations share out of its body: a select of two constants would become two arrays."""
+    backend, routine = routine_of(PAPER)
+    words = jnp.asarray(KEY)
+
+    def loss(x, kernels):
+        def layer(x, w):
+            return backend.dot(routine, x, w, 1, None, words), None
+
+        return jnp.sum(lax.scan(jax.checkpoint(layer), x, kernels)[0])
+
+    x, kernels = jnp.ones((96, 64), jnp.bfloat16), jnp.ones((3, 64, 64), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, kernels)
+    scans = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
+    assert len(scans) == 2, "forward and backward"
+    for scan in scans:
+        shared = [variable.aval for variable in scan.invars[: len(scan.params["ft_in"].unpack()[0])]]
+        assert [value for value in shared if value.size >= x.size] == []
+
+
+def test_on_cpus_an_activation_is_read_row_by_row():
+    """Behind an RMSNorm, whose scale XLA multiplies with the features first."""
+    backend, routine = routine_of(PAPER)
+
+    @jax.jit
+    def layer(x, scale, w):
+        normed = jnp.einsum("...k,k->...k", x / jnp.linalg.norm(x, axis=-1, keepdims=True), scale)
+        return backend.dot(routine, normed, w, 1, None, None)
+
+    shapes = ((4, 64, 256), (256,), (256, 128))
+    text = layer.lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).compile().as_text()
+    computations = [part for part in text.split("\n}\n") if "nvfp4_fprop/reduce_max" in part]
+    assert computations
+    assert not [part for part in computations if " transpose(" in part]

@@ -10,10 +10,12 @@ import pathlib
 import jax
 from jax import Array, lax
 from jax import numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxtext_nvfp4.backends.composed import Composed
 from maxtext_nvfp4.hadamard import GROUP
 from maxtext_nvfp4.quantize import Encoded
+from maxtext_nvfp4.routine import Routine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +26,30 @@ class Emulated(Composed):
       operand_dtype: What the matrix unit is fed; exact either way, chosen for speed.
       contract_last: Lay the first operand out with its contraction last before multiplying. XLA's CPU
         matrix multiply has its fast bfloat16 path for that layout alone.
+      row_major: Have the activation in memory row by row. XLA lets a producer choose the layout (an RMSNorm
+        scales by an einsum, whose result has the features first), and a CPU then reads it with a stride in
+        each pass of each quantization.
     """
 
     operand_dtype: str
     contract_last: bool
+    row_major: bool
     name: str = "emulated"
+
+    def dot(
+        self,
+        routine: Routine,
+        x: Array,
+        w: Array,
+        contracted: int,
+        entry: Array | None,
+        key: Array | None,
+        probe: Array | None = None,
+    ) -> Array:
+        """See `Backend.dot`."""
+        if self.row_major:
+            x = with_layout_constraint(jnp.asarray(x), Layout(tuple(range(x.ndim))))
+        return super().dot(routine, x, w, contracted, entry, key, probe)
 
     def multiply(self, a: Encoded, b: Encoded, contract: tuple[int, int]) -> Array:
         """See `Composed.multiply`."""
@@ -66,4 +87,4 @@ def create(platform: str) -> Emulated:
     on_cpu = platform == "cpu"
     bfloat16 = not on_cpu or _cpu_multiplies_bfloat16()
     dtype = jax.dtypes.canonicalize_dtype(jnp.bfloat16 if bfloat16 else jnp.float32)
-    return Emulated(operand_dtype=dtype.name, contract_last=on_cpu and bfloat16)
+    return Emulated(operand_dtype=dtype.name, contract_last=on_cpu and bfloat16, row_major=on_cpu)
