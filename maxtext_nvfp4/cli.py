@@ -175,9 +175,15 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _shown(text: str) -> str:
+    return text or "nothing"
+
+
 def _count(text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
-        raise argparse.ArgumentTypeError(f"got {text}: not a count; write an integer from 1 to 999999")
+        raise argparse.ArgumentTypeError(
+            f"got {_shown(text)}: not a count; write an integer from 1 to 999999"
+        )
     return int(text)
 
 
@@ -187,7 +193,7 @@ def _precisions(text: str) -> list[str]:
         if name not in _PRECISIONS or names.count(name) > 1:
             why = "given twice" if name in _PRECISIONS else "not a precision"
             raise argparse.ArgumentTypeError(
-                f"got {name}: {why}; write some of {', '.join(_PRECISIONS)} with commas between them"
+                f"got {_shown(name)}: {why}; write some of {', '.join(_PRECISIONS)} with commas between them"
             )
     return names
 
@@ -195,7 +201,7 @@ def _precisions(text: str) -> list[str]:
 def _share(text: str) -> float:
     if not re.fullmatch(r"0?\.[0-9]+|1(\.0*)?", text) or float(text) == 0:
         raise argparse.ArgumentTypeError(
-            f"got {text}: not a share; write a number above 0 and up to 1, such as 0.15"
+            f"got {_shown(text)}: not a share; write a number above 0 and up to 1, such as 0.15"
         )
     return float(text)
 

@@ -338,6 +338,9 @@ CASES = {
         per_device_batch_size=1,
         nvfp4={"format": "mxfp4"},
     ),
+    "number-outside-its-bounds": key(
+        "gradient_accumulation_steps", "it must be above 0", "a number above 0", gradient_accumulation_steps=0
+    ),
     # The config file.
     "file-missing": Case(("config.yml", "no such file", "configs/demo-cpu.yml"), text=None),
     "file-a-directory": Case(
@@ -356,7 +359,7 @@ CASES = {
     "file-key-twice": Case(("config.yml", "steps", "one on each line"), text="steps: 1\nsteps: 2\n"),
     "base-missing": key("base_config", "bse.yml", "base_config: base.yml", base_config="bse.yml"),
     "base-list": key("base_config", "[base.yml]", "base_config: base.yml", base_config=["base.yml"]),
-    "base-itself": key("base_config", "config.yml", "base_config: base.yml", base_config="config.yml"),
+    "base-itself": key("base_config", "config.yml is based on itself", "rename", base_config="config.yml"),
     "unknown-variable": key(
         "run_name", "NOT_SET_ANYWHERE", "not found", run_name="${oc.env:NOT_SET_ANYWHERE}"
     ),

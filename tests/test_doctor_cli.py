@@ -233,6 +233,6 @@ def test_the_page_shows_what_mesh_prints(capsys):
 
 def test_a_mesh_that_cannot_be(config, capsys):
     assert cli.main(["mesh", config, "ici_tensor_parallelism=5", "--nodes", "18"]) == 2
-    assert "write ici_tensor_parallelism: 4, or another number of nodes" in capsys.readouterr().err
+    assert "write ici_tensor_parallelism: 4, or another number of GPUs" in capsys.readouterr().err
     assert cli.main(["mesh", config, "--nodes", "37"]) == 2
     assert "write --nodes 36 or --nodes 39" in capsys.readouterr().err

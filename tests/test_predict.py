@@ -376,6 +376,14 @@ def test_text_says_what_and_how_sure(command):
             "got fp4: not a precision",
         ),
         (
+            ["llama3-8b.yml", "--hardware", "b200", "--gpus", "8", "--precision", ""],
+            "got nothing: not a precision",
+        ),
+        (
+            ["llama3-8b.yml", "--hardware", "gb200", "--gpus", "3"],
+            "over 3 devices (fsdp); write sizes of the ici_* and dcn_* axes that divide it, or take another number of GPUs",
+        ),
+        (
             ["llama3-8b.yml", "--hardware", "b200", "--gpus", "8", "--precision", "fp8,fp8"],
             "got fp8: given twice",
         ),

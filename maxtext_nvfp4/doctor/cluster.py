@@ -193,7 +193,7 @@ def _does_not_divide(
     if len(kept) > 1:
         return text + f"sizes whose product divides {total}"
     fitting = max(value for value in range(1, min(sizes[kept[0]], total) + 1) if total % value == 0)
-    return text + f"{_key(network, kept[0])}: {fitting}, or another number of nodes"
+    return text + f"{_key(network, kept[0])}: {fitting}, or another number of GPUs"
 
 
 def _key(network: str, name: str) -> str:

@@ -117,7 +117,7 @@ def _divides(mesh: MeshPlan, largest: int, machines: Callable[[int], str]) -> st
     fsdp, per_node = mesh.ici.get("fsdp", 1), mesh.cluster.gpus_per_node
     less = math.gcd(fsdp, largest)
     if less in (1, fsdp):
-        return "sizes of the ici_* and dcn_* axes that divide it"
+        return "sizes of the ici_* and dcn_* axes that divide it, or take another number of GPUs"
     split = f"ici_fsdp_parallelism={less} ici_data_parallelism={mesh.ici.get('data', 1) * fsdp // less}"
     # Fewer nodes of each rack, all of whose GPUs are FSDP's.
     fit = (

@@ -85,6 +85,14 @@ _TYPES = {
 }
 """What a value should have been, with an example, by the start of pydantic's name for the fault."""
 
+_BOUNDS = {
+    "greater_than": ("above", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("below", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+"""Where a number should have been, and where the bound stands, by pydantic's name for the fault."""
+
 
 def _key(detail: Any) -> str:
     """The key of a fault that a schema found, without pydantic's names for the members of a union."""
@@ -103,6 +111,9 @@ def describe(detail: Any) -> str:
         return problem(key, detail["input"], "no such choice", write)
     if wanted := _TYPES.get(detail["type"].partition("_")[0]):
         return problem(key, detail["input"], f"not {wanted[0]}", f"{wanted[0]} such as {wanted[1]}")
+    if bound := _BOUNDS.get(detail["type"]):
+        allowed = f"{bound[0]} {detail['ctx'][bound[1]]}"
+        return problem(key, detail["input"], f"it must be {allowed}", f"a number {allowed}")
     return f"{key}: got {show(detail['input'])}: {message}"
 
 

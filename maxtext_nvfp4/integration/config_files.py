@@ -68,9 +68,8 @@ def _user_files(argv: Sequence[str]) -> list[str]:
             near = nearest(base, [file.name for file in _CONFIGS.glob("*.yml")]) or "base.yml"
             raise ConfigError(problem("base_config", base, why, f"base_config: {near}"))
         if os.path.realpath(name) in map(os.path.realpath, chain):
-            raise ConfigError(
-                problem("base_config", base, "the file is based on itself", "base_config: base.yml")
-            )
+            why = f"{name} is based on itself, as a file beside a config comes before MaxText's own"
+            raise ConfigError(problem("base_config", base, why, "another file, or rename that one"))
     return chain
 
 
