@@ -352,7 +352,8 @@ def test_a_mesh_that_does_not_fit_is_changed_and_named(command):
     assert found["changed"] == ["ici_fsdp_parallelism"]
     assert found["parallelism"]["ici_fsdp_parallelism"] == 8
     assert (
-        "does not fit the machine: ici_fsdp" in command("llama3-8b.yml", "ici_fsdp_parallelism=3", *words)[1]
+        "does not fit the machine: ici_fsdp_parallelism to 8."
+        in command("llama3-8b.yml", "ici_fsdp_parallelism=3", *words)[1]
     )
 
 
@@ -392,6 +393,18 @@ def test_text_says_what_and_how_sure(command):
             "quantization is not set, so the section would have no effect",
         ),
         (
+            ["llama3-8b.yml", "dtype=float32", "--hardware", "b200", "--gpus", "8"],
+            "dtype: got float32: only steps that compute in BF16 are predicted; write bfloat16",
+        ),
+        (
+            ["llama3-8b.yml", "max_target_length=8200", "--hardware", "b200", "--gpus", "8"],
+            "wgrad: M=32800 (tokens on one device) is not a multiple of 64",
+        ),
+        (
+            ["llama3-8b.yml", "per_device_batch_size=1.5", "--hardware", "b200", "--gpus", "8"],
+            "would have 1.5 of them; write 1 or 2",
+        ),
+        (
             ["llama3-8b.yml", "remat_policy=minimal_offloaded", "--hardware", "b200", "--gpus", "8"],
             "remat_policy: got minimal_offloaded",
         ),
@@ -424,7 +437,7 @@ def test_part_of_a_sequence_is_refused(command):
     status, _, err = command("llama3-8b.yml", *words)
     assert status == 2
     assert "per_device_batch_size: got 0.5: the devices that share sequences would have 0.5" in err
-    assert "write a multiple of 1\n" in err
+    assert "write 1\n" in err
     both = told(command, "llama3-8b.yml", "ici_tensor_parallelism=2", *words, "--precision", "nvfp4")
     assert both["tokens_per_gpu"] == 4096
 

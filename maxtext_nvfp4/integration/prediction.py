@@ -21,7 +21,7 @@ from maxtext_nvfp4.predict.hardware import hardware
 from maxtext_nvfp4.predict.prediction import predict
 from maxtext_nvfp4.predict.report import Report
 from maxtext_nvfp4.predict.workload import Format, Workload
-from maxtext_nvfp4.recipe import problem
+from maxtext_nvfp4.recipe import Recipe, problem
 
 _BASELINES: tuple[Format, ...] = ("bf16", "fp8")
 
@@ -93,6 +93,16 @@ def _workload(config: Any, model: nnx.Module, *, wanted: bool) -> Workload:
         raise ConfigError(
             problem("quantization", given, why, f"quantization={MODE}, or --precision without nvfp4")
         )
+    dtype = str(getattr(config.dtype, "value", config.dtype))
+    if dtype != "bfloat16":
+        raise ConfigError(
+            problem("dtype", dtype, "only steps that compute in BF16 are predicted", "bfloat16")
+        )
     with raising_setup_errors(), for_another_machine():
-        plans = resolve(model, config, recipe_of(config)).plans if enabled(config) else None
+        plans = resolve(model, config, _on_blackwell(config)).plans if wanted else None
         return workload_of(config, model, plans)
+
+
+def _on_blackwell(config: Any) -> Recipe:
+    """The config's recipe on the kernels that are timed, which do not take all sizes that this machine's backend takes."""
+    return recipe_of(config).model_copy(update={"backend": "transformer_engine"})

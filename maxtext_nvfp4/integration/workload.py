@@ -59,7 +59,9 @@ def workload_of(config: Any, model: nnx.Module, plans: Sequence[SitePlan] | None
     if sequences % 1:
         given, least = config.per_device_batch_size, (microbatches if pipelined else 1) / sharing
         why = f"the devices that share sequences would have {sequences:g} of them"
-        raise ConfigError(problem("per_device_batch_size", given, why, f"a multiple of {least:g}"))
+        around = (least * count for count in (math.floor(sequences), math.ceil(sequences)))
+        write = " or ".join(f"{size:g}" for size in around if size)
+        raise ConfigError(problem("per_device_batch_size", given, why, write))
     workload = Workload(
         linears=linears,
         layers=config.num_decoder_layers,
@@ -145,7 +147,12 @@ def _check(config: Any) -> None:
     """
     accumulating = config.gradient_accumulation_steps > 1 and config.using_pipeline_parallelism
     faults = (
-        ("num_experts", config.num_experts > 1, "nothing is predicted for a mixture of experts", "1"),
+        (
+            "num_experts",
+            config.num_experts > 1,
+            "nothing is predicted for a mixture of experts",
+            "1, or the model_name of a dense model",
+        ),
         (
             "opt_type",
             str(getattr(config.opt_type, "value", config.opt_type)) not in _MOMENTS,
@@ -192,9 +199,8 @@ def _check_flops(config: Any, workload: Workload) -> None:
             f"MaxText counts {expected:.5g} FLOPs a device and step for this model, and the dense decoder with global "
             f"attention that is predicted here has {workload.model_flops:.5g}"
         )
-        raise ConfigError(
-            problem("decoder_block", family, why, "llama2, mistral, qwen3 or another such decoder")
-        )
+        write = "llama2, mistral, qwen3 or another such decoder, or the model_name of a model that has one"
+        raise ConfigError(problem("decoder_block", family, why, write))
 
 
 def _fused(config: Any) -> bool:

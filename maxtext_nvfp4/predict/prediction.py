@@ -73,6 +73,7 @@ class Prediction:
             **{f"speedup_over_{name}": self.over(other) for name, other in baselines.items()},
             "memory_gib": self.memory.total / GIB,
             "memory": {name: size / GIB for name, size in sizes.items() if name != "total"},
+            "memory_moment": self.memory.moment,
             "usable_memory_gib": self.usable_memory / GIB,
             "fits": self.fits,
             "breakdown": self.time.parts,

@@ -121,9 +121,8 @@ class Report:
             f"{known.ratio_mean:.0%} and {abs(known.ratio_worst):.0%}.",
         ]
         if self.changed:
-            lines.append(
-                f"Changed, as the config's value does not fit the machine: {', '.join(self.changed)}."
-            )
+            sizes = ", ".join(f"{key} to {self.parallelism.get(key, 1)}" for key in self.changed)
+            lines.append(f"Changed, as the config's value does not fit the machine: {sizes}.")
         if first.time.seconds < _SHORT * shortest():
             lines.append(
                 f"The shortest step of these took {1e3 * shortest():.0f} ms. In one this short, starting kernels, which is "
