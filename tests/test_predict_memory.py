@@ -105,6 +105,25 @@ def predicted_and_counted(keys):
     }
 
 
+FEW_TOKENS = {"remat_policy": "full", "vocab_size": 512, "max_target_length": 64, "per_device_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        NVFP4,
+        {**NVFP4, **WIDE},
+        {**NVFP4, "scan_layers": False},
+        {**NVFP4, "nvfp4": {"loss_scale": {"mode": "off"}}},
+    ],
+    ids=["scanned", "wide", "unscanned", "without_loss_scaling"],
+)
+def test_where_weights_outweigh_activations(keys):
+    """The update is the fullest moment where its results wait to be chosen."""
+    found = predicted_and_counted({**keys, **FEW_TOKENS})
+    assert found["total"][0] == pytest.approx(found["total"][1], rel=0.15)
+
+
 def check(found):
     state, rest, total = (found[name] for name in ("state", "rest", "total"))
     assert state[0] == pytest.approx(state[1], rel=0.01)  # the batch, 20 bytes a token, is not counted

@@ -11,6 +11,7 @@ from maxtext.utils import maxtext_utils
 
 from maxtext_nvfp4.errors import ConfigError
 from maxtext_nvfp4.integration import sites
+from maxtext_nvfp4.integration.config import recipe_of
 from maxtext_nvfp4.integration.extents import network_sizes
 from maxtext_nvfp4.integration.remat import remat_of
 from maxtext_nvfp4.plan import Site, SitePlan
@@ -81,6 +82,7 @@ def workload_of(config: Any, model: nnx.Module, plans: Sequence[SitePlan] | None
         remat=remat_of(config),
         fused_attention=_fused(config),
         scanned=config.scan_layers,
+        chosen_update=plans is not None and recipe_of(config).loss_scale.mode != "off",
         weight_bytes=_bytes(config.weight_dtype),
         gradient_bytes=_bytes(config.grad_dtype),
         moment_bytes=_moment_bytes(config),

@@ -71,6 +71,7 @@ class Memory:
       logits: Logits and their gradient.
       workspace: What one layer's backward pass computes and needs at once.
       copies: Weights in another order.
+      updated: New parameters and moments, until they are chosen.
     """
 
     moment: Literal["loss", "backward", "update"]
@@ -83,6 +84,7 @@ class Memory:
     logits: float = 0
     workspace: float = 0
     copies: float = 0
+    updated: float = 0
 
     @property
     def total(self) -> float:
@@ -153,6 +155,8 @@ def _moments(workload: Workload, backend: Backend) -> list[Memory]:
             for others in (layers - 1, 0)
         ),
         Memory(**state, moment="update", gradients=gradients.sums + gradients.tables + gradients.layers),
+        # Gradients go as they turn into new values; all of those wait for the last.
+        Memory(**state, moment="update", updated=sum(state.values()) if workload.chosen_update else 0.0),
     ]
 
 

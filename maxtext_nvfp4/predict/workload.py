@@ -145,6 +145,8 @@ class Workload:
       scanned: Whether the decoder layers are one traced body.
       once_per_step: Whether weights are quantized, and gradients reduced over replicas, once in a step and not in
         each microbatch, and replicas divide the update among them. Megatron does all three, MaxText none.
+      chosen_update: Whether a step's new parameters and moments are made beside the old ones and then chosen or
+        dropped, as loss scaling does.
       weight_bytes: Bytes of a stored weight.
       gradient_bytes: Bytes of a gradient.
       moment_bytes: Bytes of both moments of a parameter.
@@ -170,6 +172,7 @@ class Workload:
     fused_attention: bool = True
     scanned: bool = True
     once_per_step: bool = False
+    chosen_update: bool = False
     weight_bytes: int = 4
     gradient_bytes: int = 4
     moment_bytes: int = 8
@@ -211,9 +214,9 @@ class Workload:
         return 6.0 * self.tokens_per_device * (weights + head + attention)
 
     def in_format(self, wanted: Format) -> "Workload":
-        """The same step with every linear layer of the decoder in one format."""
+        """The same step with every linear layer of the decoder in one format, and without this package's loss scaling."""
         formats = (wanted, wanted, wanted)
         linears = tuple(
             dataclasses.replace(linear, formats={formats: linear.layers}) for linear in self.linears
         )
-        return dataclasses.replace(self, linears=linears)
+        return dataclasses.replace(self, linears=linears, chosen_update=False)
