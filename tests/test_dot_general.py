@@ -442,3 +442,19 @@ def test_on_cpus_an_activation_is_read_row_by_row():
     computations = [part for part in text.split("\n}\n") if "nvfp4_fprop/reduce_max" in part]
     assert computations
     assert not [part for part in computations if " transpose(" in part]
+
+
+@pytest.mark.parametrize("backend", COMPOSED)
+def test_numpy_arrays_and_vmap(backend):
+    layout = "mlp"
+    x, w, _ = operands(layout, jnp.float32, seed=8)
+    several = np.stack([x, 2 * x[::-1], -x])
+
+    def multiply(x, w):
+        return routed_dot_general(*routine_of(PAPER, backend=backend), x, w, dimension_numbers(layout))
+
+    one_by_one = [multiply(each, w) for each in jnp.asarray(several)]
+    np.testing.assert_array_equal(multiply(several[0], np.asarray(w)), one_by_one[0])
+    mapped = jax.vmap(multiply, (0, None))
+    np.testing.assert_array_equal(mapped(several, w), one_by_one)
+    np.testing.assert_array_equal(jax.jit(mapped)(several, w), one_by_one)

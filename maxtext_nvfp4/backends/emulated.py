@@ -5,6 +5,7 @@ unit takes bfloat16 or float32; only the order of the float32 accumulation is th
 """
 
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -48,7 +49,7 @@ class Emulated(Composed):
     ) -> Array:
         """See `Backend.dot`."""
         if self.row_major:
-            x = with_layout_constraint(jnp.asarray(x), Layout(tuple(range(x.ndim))))
+            x = _row_major(x)
         return super().dot(routine, x, w, contracted, entry, key, probe)
 
     def multiply(self, a: Encoded, b: Encoded, contract: tuple[int, int]) -> Array:
@@ -62,6 +63,12 @@ class Emulated(Composed):
             lhs, rhs, (((contract_a,), (contract[1],)), ((), ())), preferred_element_type=jnp.float32
         )
         return (product * a.tensor_scale) * b.tensor_scale
+
+
+@functools.partial(jax.jit, inline=True)
+def _row_major(x: Array) -> Array:
+    """x, laid out with its last axis contiguous. Jitted, as JAX constrains no layout of a NumPy array eagerly."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _transposed(x: Array) -> Array:
