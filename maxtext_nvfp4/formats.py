@@ -31,11 +31,10 @@ def _e2m1_step(magnitude: Array) -> tuple[Array, Array]:
 
     By exponent bits, not by selects: a scan over layers keeps the constants of a select as arrays of the operand's size.
     """
-    # The binade 1, 2 or 4; a bias of 127 and 23 bits of mantissa make its half and two over it differences of bits.
-    binade = lax.bitcast_convert_type(jnp.maximum(magnitude, 1.0), jnp.uint32) & jnp.uint32(0x7F80_0000)
-    step = lax.bitcast_convert_type(binade - jnp.uint32(0x0080_0000), jnp.float32)
-    inverse = lax.bitcast_convert_type(jnp.uint32(0x7F80_0000) - binade, jnp.float32)
-    return step, inverse
+    binade = _exp2_floor(jnp.maximum(magnitude, 1.0))  # 1, 2 or 4
+    # Two over a power of two: exponents have a bias of 127, and 23 bits of mantissa below them.
+    bits = jnp.uint32(0x7F80_0000) - lax.bitcast_convert_type(binade, jnp.uint32)
+    return binade * 0.5, lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def round_e2m1(x: Array) -> Array:

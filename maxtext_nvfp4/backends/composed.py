@@ -37,6 +37,10 @@ class Composed(abc.ABC):
         """Sizes that do not divide into blocks are all that it cannot run."""
         return block_faults(plan, extent)
 
+    def laid_out(self, x: Array) -> Array:
+        """The activation, in the order in memory that the three GEMMs are to read."""
+        return x
+
     @abc.abstractmethod
     def multiply(self, a: Encoded, b: Encoded, contract: tuple[int, int]) -> Array:
         """Multiplies two quantized operands of rank 2.
@@ -62,6 +66,7 @@ class Composed(abc.ABC):
     ) -> Array:
         """See `Backend.dot`."""
         features = math.prod(w.shape[:contracted])
+        x = self.laid_out(x)
         y = _matmul(self, routine, x.reshape(-1, features), w.reshape(features, -1), entry, key, probe)
         return y.reshape(*x.shape[: x.ndim - contracted], *w.shape[contracted:])
 

@@ -16,7 +16,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from maxtext_nvfp4.backends.composed import Composed
 from maxtext_nvfp4.hadamard import GROUP
 from maxtext_nvfp4.quantize import Encoded
-from maxtext_nvfp4.routine import Routine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,20 +36,9 @@ class Emulated(Composed):
     row_major: bool
     name: str = "emulated"
 
-    def dot(
-        self,
-        routine: Routine,
-        x: Array,
-        w: Array,
-        contracted: int,
-        entry: Array | None,
-        key: Array | None,
-        probe: Array | None = None,
-    ) -> Array:
-        """See `Backend.dot`."""
-        if self.row_major:
-            x = _row_major(x)
-        return super().dot(routine, x, w, contracted, entry, key, probe)
+    def laid_out(self, x: Array) -> Array:
+        """See `Composed.laid_out`."""
+        return _row_major(x) if self.row_major else x
 
     def multiply(self, a: Encoded, b: Encoded, contract: tuple[int, int]) -> Array:
         """See `Composed.multiply`."""
